@@ -28,10 +28,9 @@ HOST_SOURCES = ("checks.cpp", "launch.cpp", "ops.cpp", "planner.cpp", "registry.
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit: the compiler and the folder it lies in."""
+    """A CUDA toolkit, by its compiler."""
 
     nvcc: Path
-    home: Path
     version: str
 
 
@@ -59,7 +58,7 @@ def find_toolkit() -> tuple[Toolkit | None, str]:
 def _toolkit(nvcc: Path) -> Toolkit:
     text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"release (\d+\.\d+)", text)
-    return Toolkit(nvcc, nvcc.resolve().parent.parent, match.group(1) if match else "unknown")
+    return Toolkit(nvcc, match.group(1) if match else "unknown")
 
 
 def compile_library(configs: Iterable[Config], toolkit: Toolkit, build_dir: Path, jobs: int | None = None) -> Path:
@@ -68,12 +67,19 @@ def compile_library(configs: Iterable[Config], toolkit: Toolkit, build_dir: Path
     Incremental: ninja recompiles what changed. Its progress lines go to standard output.
     """
     build_dir.mkdir(parents=True, exist_ok=True)
+    # Isolated builds get a new folder for torch and tilelang every time; through links the commands stay the same, and so do the
+    # objects. Their headers are system headers (-MMD does not track them): the versions in the commands stand for them.
+    for name in ("torch", "tilelang"):
+        link = build_dir / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(_package_dir(name))
     script = build_dir / "build.ninja"
     text = _ninja(list(configs), toolkit)
     if not script.exists() or script.read_text() != text:
         script.write_text(text)
     command = ["ninja", "-C", str(build_dir), "-j", str(jobs or default_jobs())]
-    subprocess.run(command, check=True)
+    if subprocess.run(command).returncode != 0:
+        raise RuntimeError(f"compiling the kernels failed; the compiler's words are above ({' '.join(command)})")
     return build_dir / LIBRARY
 
 
@@ -86,46 +92,49 @@ def _package_dir(name: str) -> Path:
 
 
 def _ninja(configs: list[Config], toolkit: Toolkit) -> str:
-    torch, tilelang = _package_dir("torch"), _package_dir("tilelang")
-    cxx = os.environ.get("CXX", "g++")
-    common = f"-std=c++17 -O3 -I{CSRC}"
-    nvcc_flags = (
-        f"{common} -gencode=arch=compute_90a,code=sm_90a -DENABLE_BF16 --expt-relaxed-constexpr "
-        f"-isystem {tilelang}/src -isystem {tilelang}/3rdparty/cutlass/include -Xcompiler -fPIC,-fvisibility=hidden "
-        f"-ccbin {cxx} -diag-suppress 1444 -Xcompiler -Wno-deprecated-declarations -Xptxas -v"
+    torch, tilelang = "torch", "tilelang"  # links in the build folder
+    # nvcc drives every step, the plain C++ files and the link too: it knows where its own headers and libraries lie.
+    compiler = f" -ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
+    nvcc = f"{toolkit.nvcc}{compiler} -std=c++17 -O3 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}/=,-Wall"
+    device_flags = (
+        f"-gencode=arch=compute_90a,code=sm_90a -DENABLE_BF16 --expt-relaxed-constexpr -Xptxas -v -DFLASH_QLA_TILELANG={importlib.metadata.version('tilelang')} "
+        f"-isystem {tilelang}/src -isystem {tilelang}/3rdparty/cutlass/include "
+        # TileLang's and CUTLASS's headers name types that CUDA 13 deprecates; their warnings are not ours to mend.
+        f"-diag-suppress 1444 -Xcompiler -Wno-deprecated-declarations,-Wno-unused-variable"
     )
-    cxx_flags = (
-        f"{common} -fPIC -fvisibility=hidden -Wall -Wextra -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -DUSE_CUDA "
-        f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include -isystem {toolkit.home}/include"
+    host_flags = (
+        f"-Xcompiler -Wextra -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} -DUSE_CUDA -DFLASH_QLA_TORCH={importlib.metadata.version('torch')} "
+        f"-isystem {torch}/include -isystem {torch}/include/torch/csrc/api/include"
     )
     # --no-as-needed: nothing here names a symbol of libtorch.so itself, which pulls in the libraries that define them.
     link_flags = (
-        f"-shared -s -Wl,--exclude-libs,ALL -Wl,--build-id=none -L{torch}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed "
-        f"-L{toolkit.home}/lib64 -L{toolkit.home}/lib -lcudart_static -lpthread -ldl -lrt"
+        f"-shared -cudart static -L{torch}/lib -Xlinker --no-as-needed -ltorch -Xlinker --as-needed "
+        f"-Xlinker -s -Xlinker --exclude-libs,ALL -Xlinker --build-id=none"
     )
     lines = [
         "ninja_required_version = 1.5",
-        "rule nvcc",
-        f"  command = {toolkit.nvcc} {nvcc_flags} -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+        # The compiler's report (registers, spills) is kept beside each object and shown only when it fails.
+        "rule device",
+        f"  command = {nvcc} {device_flags} -MMD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = nvcc $in",
-        "rule cxx",
-        f"  command = {cxx} {cxx_flags} -MD -MF $out.d -c $in -o $out",
+        "rule host",
+        f"  command = {nvcc} {host_flags} -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = c++ $in",
         "rule link",
-        f"  command = {cxx} $in -o $out {link_flags}",
+        f"  command = {nvcc} $in -o $out {link_flags}",
         "  description = link $out",
     ]
     objects = []
     for cfg in configs:
         objects.append(f"{cfg.name}.o")
-        lines.append(f"build {cfg.name}.o: nvcc {GENERATED / (cfg.name + '.cu')}")
+        lines.append(f"build {cfg.name}.o: device {GENERATED / (cfg.name + '.cu')}")
     for source in HOST_SOURCES:
         objects.append(f"{source}.o")
-        lines.append(f"build {source}.o: cxx {CSRC / source}")
+        lines.append(f"build {source}.o: host {CSRC / source}")
     lines.append(f"build {LIBRARY}: link {' '.join(objects)}")
     lines.append(f"default {LIBRARY}")
     return "\n".join(lines) + "\n"

@@ -11,7 +11,7 @@ _DEBUG_INCLUDE = "#include <tl_templates/cuda/debug.h>\n"
 _HEADER = "// Written by `python -m codegen`. Do not edit.\n"
 
 # Which struct of csrc/kernel_params.h a kernel takes, by kernel name.
-PARAMS_STRUCT = {"chunk_fwd": "ChunkForwardParams"}
+PARAMS_STRUCT = {"chunk_fwd": "ChunkForwardParams", "chunk_fwd_ws": "ChunkForwardParams"}
 
 
 def kernel_file(cfg: Config, lowered: Lowered) -> str:

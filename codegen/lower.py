@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +89,7 @@ def _interface(artifact: Any) -> Lowered:
         threads *= int(extents.get(f"threadIdx.{x}", 1))
     shared = extents.get("tirx.use_dyn_shared_memory", extents.get("tir.use_dyn_shared_memory", 0))
     return Lowered(
-        source=artifact.kernel_source,
+        source=_clamp_fences(artifact.kernel_source),
         symbol=symbol,
         parameters=tuple(parameters),
         tensor_maps=tuple(_tensor_map(name, list(args)) for name, args in sorted(maps.items())),
@@ -96,6 +97,24 @@ def _interface(artifact: Any) -> Lowered:
         threads=threads,
         shared_bytes=int(shared),
     )
+
+
+def _clamp_fences(source: str) -> str:
+    """Keeps `warpgroup_fence_operand` inside its array.
+
+    When several warpgroups share the rows of a product, TileLang 0.1.15 counts the accumulators of all of them for each thread.
+    Fencing past the end of a local array is undefined, and makes the compiler keep the array in memory.
+    """
+    registers = {
+        name: int(count) * size // 4
+        for ctype, name, count in re.findall(r"^ *(float|bfloat16_t|half_t) (\w+)\[(\d+)\];", source, re.MULTILINE)
+        for size in (4 if ctype == "float" else 2,)
+    }
+
+    def clamp(match: re.Match[str]) -> str:
+        return f"{match[1]}{min(int(match[3]), registers[match[2]])})"
+
+    return re.sub(r"(warpgroup_fence_operand\(reinterpret_cast<\w+\*>\((\w+) \+ 0\), )(\d+)\)", clamp, source)
 
 
 def _launch_call(host: Any, symbol: str, tvm: Any) -> Any:

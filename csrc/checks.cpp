@@ -49,7 +49,9 @@ std::string device_name(const TensorArg& x) {
   return "another device";
 }
 
-std::string config_name(const HeadConfig& c) { return "K=" + number(c.K) + " V=" + number(c.V) + " " + dtype_name(c.dtype); }
+std::string config_name(const HeadConfig& c) {
+  return "K=" + number(c.K) + " V=" + number(c.V) + " " + dtype_name(c.dtype);
+}
 
 std::string shape_name(const std::array<int64_t, kMaxRank>& sizes, int rank) {
   std::string text = "[";
@@ -71,8 +73,8 @@ bool same_device(const TensorArg& a, const TensorArg& b) {
 std::string check_rank(const char* name, const TensorArg& x, int rank, const char* layout) {
   if (!x.defined) return std::string(name) + ": expected a torch.Tensor, got NoneType";
   if (x.rank == rank) return {};
-  return std::string(name) + ": expected " + number(rank) + (rank > 1 ? " dimensions " : " dimension ") + layout + ", got " +
-         number(x.rank);
+  return std::string(name) + ": expected " + number(rank) + (rank > 1 ? " dimensions " : " dimension ") + layout +
+         ", got " + number(x.rank);
 }
 
 std::string check_dtype_is_q(const char* name, const TensorArg& x, const TensorArg& q) {
@@ -87,8 +89,8 @@ std::string check_device(const char* name, const TensorArg& x, const TensorArg& 
 
 std::string check_shape(const char* name, const TensorArg& x, const Shape& expected, const char* layout) {
   if (std::equal(expected.sizes.begin(), expected.sizes.begin() + expected.rank, x.sizes.begin())) return {};
-  return std::string(name) + ": expected shape " + shape_name(expected.sizes, expected.rank) + " (" + layout + "), got " +
-         shape_name(x.sizes, x.rank);
+  return std::string(name) + ": expected shape " + shape_name(expected.sizes, expected.rank) + " (" + layout +
+         "), got " + shape_name(x.sizes, x.rank);
 }
 
 // The stride of a dimension of one element, or of a tensor without elements, means nothing.
@@ -118,7 +120,8 @@ std::string check_cu_seqlens(const TensorArg& x, const TensorArg& q) {
     return "cu_seqlens: expected int32 or int64, got " + dtype_name(x.dtype);
   FLASH_QLA_TRY(check_device("cu_seqlens", x, q));
   if (x.sizes[0] < 1) return "cu_seqlens: expected 1 or more offsets, got 0";
-  if (x.sizes[0] > 1 && x.strides[0] != 1) return "cu_seqlens: expected contiguous offsets, got stride " + number(x.strides[0]);
+  if (x.sizes[0] > 1 && x.strides[0] != 1)
+    return "cu_seqlens: expected contiguous offsets, got stride " + number(x.strides[0]);
   if (q.sizes[0] != 1) return "q: expected batch size 1 with cu_seqlens, got " + number(q.sizes[0]);
   return {};
 }
@@ -188,8 +191,8 @@ std::string check_forward(const ForwardArgs& a, const std::vector<HeadConfig>& b
   FLASH_QLA_TRY(check_heads("v", a.v));
   FLASH_QLA_TRY(check_shape("k", a.k, {4, a.q.sizes}, "q's shape"));
   if (a.v.sizes[0] != a.q.sizes[0] || a.v.sizes[1] != a.q.sizes[1])
-    return "v: expected shape [" + number(a.q.sizes[0]) + ", " + number(a.q.sizes[1]) + ", H_v, V] (B and T of q), got " +
-           shape_name(a.v.sizes, a.v.rank);
+    return "v: expected shape [" + number(a.q.sizes[0]) + ", " + number(a.q.sizes[1]) + ", H_v, V] (B and T of q)" +
+           ", got " + shape_name(a.v.sizes, a.v.rank);
   if (a.v.sizes[2] % a.k.sizes[2] != 0)
     return "k: expected a number of heads that divides v's " + number(a.v.sizes[2]) + ", got " + number(a.k.sizes[2]);
   const Shape gate{3, a.v.sizes};

@@ -17,7 +17,8 @@ enum class DType { fp32, bf16, fp16, fp64, int8, int16, int32, int64, uint8, boo
 
 enum class DeviceType { cpu, cuda, meta, other };
 
-// What a check sees of a tensor. `rank` is the true rank; sizes and strides (in elements) hold the first kMaxRank entries.
+// What a check sees of a tensor. `rank` is the true rank; sizes and strides (in elements) hold the first kMaxRank
+// entries.
 struct TensorArg {
   bool defined = false;
   DType dtype = DType::other;
@@ -56,8 +57,8 @@ struct HeadConfig {
   DType dtype;
 };
 
-// An empty string if the arguments keep the contract, else the message of the first violation. Only CUDA tensors are held to
-// `built`. Nothing is allocated when all is well: this runs on every call.
+// An empty string if the arguments keep the contract, else the message of the first violation. Only CUDA tensors are
+// held to `built`. Nothing is allocated when all is well: this runs on every call.
 std::string check_forward(const ForwardArgs& args, const std::vector<HeadConfig>& built);
 std::string check_backward(const BackwardArgs& args, const std::vector<HeadConfig>& built);
 

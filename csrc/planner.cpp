@@ -18,9 +18,15 @@ constexpr KernelInfo kKernels[] = {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Time of one chunk in a thread block that owns `block_v` columns, in arbitrary units: a part that every slice repeats
-// (Q K^T, K K^T, the inverse) and a part that shrinks with the slice. Measured on an H200; see docs/design-notes.md.
-double chunk_cost(int64_t block_v) { return 1.0 + 0.5 * static_cast<double>(block_v) / 128.0; }
+// Microseconds of one chunk in one thread block, measured on an H200 (docs/design-notes.md). In chunk_fwd, part of it (Q K^T, K K^T,
+// the inverse) is repeated by every slice of V and part shrinks with the slice.
+double chunk_cost(const KernelInfo& kernel) {
+  return 6.9 + 4.3 * static_cast<double>(kernel.block_v) / 128.0;
+}
+
+bool is_forward(const KernelInfo& kernel) {
+  return std::strcmp(kernel.kernel, "chunk_fwd") == 0;
+}
 
 }  // namespace
 
@@ -53,13 +59,13 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const std::vector<Kernel
   double best = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < kernels.size(); ++i) {
     const KernelInfo& kernel = kernels[i];
-    if (std::strcmp(kernel.kernel, "chunk_fwd") != 0 || kernel.k != problem.k || kernel.v != problem.v ||
+    if (!is_forward(kernel) || kernel.k != problem.k || kernel.v != problem.v ||
         kernel.dtype != problem.dtype || kernel.train != problem.train)
       continue;
     const int64_t grid = problem.sequences * problem.heads_v * ceil_div(problem.v, kernel.block_v);
     // One block a multiprocessor: the tiles of two do not fit in its shared memory.
     const double waves = static_cast<double>(ceil_div(grid, problem.multiprocessors));
-    const double cost = waves * chunk_cost(kernel.block_v);
+    const double cost = waves * chunk_cost(kernel);
     if (cost < best) {
       best = cost;
       plan.kernel = static_cast<int>(i);

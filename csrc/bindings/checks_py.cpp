@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 
 #include "../checks.h"
@@ -27,9 +28,9 @@ TensorArg make_tensor(DType dtype, const std::vector<int64_t>& sizes, const std:
   return x;
 }
 
-ForwardArgs make_forward(const TensorArg& q, const TensorArg& k, const TensorArg& v, const TensorArg& g, const TensorArg& beta,
-                         const TensorArg& initial_state, const TensorArg& cu_seqlens, std::optional<double> scale,
-                         bool head_first, bool state_v_first) {
+ForwardArgs make_forward(const TensorArg& q, const TensorArg& k, const TensorArg& v, const TensorArg& g,
+                         const TensorArg& beta, const TensorArg& initial_state, const TensorArg& cu_seqlens,
+                         std::optional<double> scale, bool head_first, bool state_v_first) {
   ForwardArgs a;
   a.q = q, a.k = k, a.v = v, a.g = g, a.beta = beta;
   a.initial_state = initial_state, a.cu_seqlens = cu_seqlens;
@@ -65,7 +66,8 @@ PYBIND11_MODULE(flash_qla_checks, m) {
       .def(py::init<>(), "An argument that was not given.")
       .def(py::init(&make_tensor), py::arg("dtype"), py::arg("sizes"), py::arg("strides"), py::arg("device_type"),
            py::arg("device_index"));
-  py::class_<HeadConfig>(m, "HeadConfig").def(py::init<int64_t, int64_t, DType>(), py::arg("K"), py::arg("V"), py::arg("dtype"));
+  py::class_<HeadConfig>(m, "HeadConfig")
+      .def(py::init<int64_t, int64_t, DType>(), py::arg("K"), py::arg("V"), py::arg("dtype"));
   py::class_<ForwardArgs>(m, "ForwardArgs")
       .def(py::init(&make_forward), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("g"), py::arg("beta"),
            py::arg("initial_state"), py::arg("cu_seqlens"), py::arg("scale"), py::arg("head_first"),
