@@ -108,7 +108,7 @@ def _ninja(configs: list[Config], toolkit: Toolkit) -> str:
     )
     # --no-as-needed: nothing here names a symbol of libtorch.so itself, which pulls in the libraries that define them.
     link_flags = (
-        f"-shared -cudart static -L{torch}/lib -Xlinker --no-as-needed -ltorch -Xlinker --as-needed "
+        f"-shared -cudart static -Xlinker --no-as-needed -Xlinker {torch}/lib/libtorch.so -Xlinker --as-needed "
         f"-Xlinker -s -Xlinker --exclude-libs,ALL -Xlinker --build-id=none"
     )
     lines = [
