@@ -29,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         table = Table()
         table.add_column("configuration", no_wrap=True)
-        for header in ("kernel", "K", "V", "dtype", "V per block", "flags"):
+        for header in ("kernel", "K", "V", "dtype", "V per block"):
             table.add_column(header)
         for c in configs:
-            table.add_row(c.name, c.kernel, str(c.k), str(c.v), c.dtype, str(c.block_v), " ".join(c.flags))
+            table.add_row(c.name, c.kernel, str(c.k), str(c.v), c.dtype, str(c.block_v))
         console.print(table)
         console.print(f"{len(configs)} of {len(configurations())} configurations")
         return 0

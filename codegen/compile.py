@@ -149,7 +149,7 @@ def build_facts(configs: Iterable[Config], toolkit: Toolkit) -> dict[str, object
         "torch": importlib.metadata.version("torch"),
         "tilelang": importlib.metadata.version("tilelang"),
         "configs": [
-            {"name": c.name, "kernel": c.kernel, "K": c.k, "V": c.v, "dtype": c.dtype, "profile": f"bv{c.block_v}", "flags": list(c.flags)}
+            {"name": c.name, "kernel": c.kernel, "K": c.k, "V": c.v, "dtype": c.dtype, "profile": f"bv{c.block_v}"}
             for c in configs
         ],
     }

@@ -1,6 +1,6 @@
 """THE list of built configurations. Everything that knows which kernels exist reads it from here or from what codegen wrote.
 
-A configuration is one compiled kernel: kernel, head dimensions, dtype, tile profile and flags. Batch, token count, head counts
+A configuration is one compiled kernel: kernel, head dimensions, dtype and tile profile. Batch, token count, head counts
 and scale are run-time arguments. To add a head dimension, add a line to `HEAD_DIMS`.
 """
 
@@ -15,7 +15,7 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class HeadDim:
-    """A pair of head dimensions with the slices of V that are built for it, widest first."""
+    """A pair of head dimensions. `block_v`: the slices of V that chunk_fwd_train is built for, widest first."""
 
     k: int
     v: int
@@ -37,7 +37,6 @@ class Config:
     k, v: head dimensions of q/k and of v.
     dtype: "bf16" or "fp16", the dtype of q, k, v and o.
     block_v: how many of the V columns one thread block owns; the planner chooses among these.
-    flags: variants of the kernel, such as "train".
     """
 
     kernel: str
@@ -45,10 +44,6 @@ class Config:
     v: int
     dtype: str
     block_v: int
-    flags: tuple[str, ...] = ()
-
-    def has(self, flag: str) -> bool:
-        return flag in self.flags
 
     @property
     def tile_dtype(self) -> str:
@@ -57,18 +52,20 @@ class Config:
 
     @property
     def name(self) -> str:
-        parts = [self.kernel, f"k{self.k}", f"v{self.v}", self.dtype, *self.flags, f"bv{self.block_v}", "sm90"]
+        parts = [self.kernel, f"k{self.k}", f"v{self.v}", self.dtype, f"bv{self.block_v}", "sm90"]
         return "_".join(parts)
 
 
 def configurations() -> tuple[Config, ...]:
     """Every configuration that a full build compiles, in a fixed order."""
     return tuple(
-        Config("chunk_fwd", dims.k, dims.v, dtype, block_v, flags)
+        config
         for dims in HEAD_DIMS
         for dtype in DTYPES
-        for flags in ((), ("train",))
-        for block_v in dims.block_v
+        for config in (
+            Config("chunk_fwd", dims.k, dims.v, dtype, dims.v),
+            *(Config("chunk_fwd_train", dims.k, dims.v, dtype, block_v) for block_v in dims.block_v),
+        )
     )
 
 

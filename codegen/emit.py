@@ -11,7 +11,7 @@ _DEBUG_INCLUDE = "#include <tl_templates/cuda/debug.h>\n"
 _HEADER = "// Written by `python -m codegen`. Do not edit.\n"
 
 # Which struct of csrc/kernel_params.h a kernel takes, by kernel name.
-PARAMS_STRUCT = {"chunk_fwd": "ChunkForwardParams", "chunk_fwd_ws": "ChunkForwardParams"}
+PARAMS_STRUCT = {"chunk_fwd": "ChunkForwardParams", "chunk_fwd_train": "ChunkForwardParams"}
 
 
 def kernel_file(cfg: Config, lowered: Lowered) -> str:
@@ -42,11 +42,11 @@ void launch_{cfg.name}(const {struct}& p, cudaStream_t stream) {{
 def kernels_def(lowered: list[tuple[Config, Lowered]]) -> str:
     """kernels.def: one FLASH_QLA_KERNEL line per configuration, for the registry and for the planner's tests."""
     lines = [
-        f"FLASH_QLA_KERNEL({c.name}, {c.kernel}, {c.k}, {c.v}, {c.dtype}, {c.block_v}, {str(c.has('train')).lower()}, "
+        f"FLASH_QLA_KERNEL({c.name}, {c.kernel}, {c.k}, {c.v}, {c.dtype}, {c.block_v}, "
         f"{low.threads}, {low.shared_bytes})"
         for c, low in lowered
     ]
-    comment = "// FLASH_QLA_KERNEL(name, kernel, K, V, dtype, block_v, train, threads, dynamic shared memory in bytes)\n"
+    comment = "// FLASH_QLA_KERNEL(name, kernel, K, V, dtype, block_v, threads, dynamic shared memory in bytes)\n"
     return _HEADER + comment + "\n".join(lines) + "\n"
 
 

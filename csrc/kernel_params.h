@@ -17,9 +17,9 @@ struct ChunkForwardParams {
   void* cu_seqlens = nullptr;     // [sequences + 1], or null when cu_code is kDense
   void* initial_state = nullptr;  // [sequences, heads_v, K, V] by strides h0_*, dtype initial_code
   void* final_state = nullptr;    // [states, heads_v, K, V] fp32 by strides s_*, written if write_final
-  void* g_out = nullptr;          // train: [batch, tokens, heads_v] fp32
-  void* a_out = nullptr;          // train: [batch, tokens, heads_v, 64]
-  void* h_out = nullptr;          // train: [h_rows, heads_v, K, V], written if write_h
+  void* g_out = nullptr;          // chunk_fwd_train: [batch, tokens, heads_v] fp32
+  void* a_out = nullptr;          // chunk_fwd_train: [batch, tokens, heads_v, 64]
+  void* h_out = nullptr;          // chunk_fwd_train: [h_rows, heads_v, K, V], written if write_h
 
   int64_t batch = 0, tokens = 0, heads_k = 0, heads_v = 0;
   int64_t sequences = 0, states = 0, h_rows = 0;

@@ -10,23 +10,17 @@ namespace flash_qla {
 namespace {
 
 constexpr KernelInfo kKernels[] = {
-#define FLASH_QLA_KERNEL(name, kernel, K, V, dtype, block_v, train, threads, shared) \
-  {#name, #kernel, K, V, DType::dtype, block_v, train, threads, shared},
+#define FLASH_QLA_KERNEL(name, kernel, K, V, dtype, block_v, threads, shared) \
+  {#name, #kernel, K, V, DType::dtype, block_v, threads, shared},
 #include "generated/kernels.def"
 #undef FLASH_QLA_KERNEL
 };
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Microseconds of one chunk in one thread block, measured on an H200 (docs/design-notes.md). In chunk_fwd, part of it (Q K^T, K K^T,
-// the inverse) is repeated by every slice of V and part shrinks with the slice.
-double chunk_cost(const KernelInfo& kernel) {
-  return 6.9 + 4.3 * static_cast<double>(kernel.block_v) / 128.0;
-}
-
-bool is_forward(const KernelInfo& kernel) {
-  return std::strcmp(kernel.kernel, "chunk_fwd") == 0;
-}
+// Microseconds of one chunk in one thread block of chunk_fwd_train that owns `block_v` columns, measured on an H200
+// (docs/design-notes.md): a part that every slice repeats (Q K^T, K K^T, the inverse) and a part that shrinks with the slice.
+double chunk_cost(int64_t block_v) { return 6.9 + 4.3 * static_cast<double>(block_v) / 128.0; }
 
 }  // namespace
 
@@ -54,18 +48,20 @@ int64_t state_rows_per_batch(int64_t tokens, int64_t sequences, bool varlen) {
 }
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const std::vector<KernelInfo>& kernels) {
+  // Two kernels share the forward pass: one keeps what the backward pass reads, the other, faster one keeps nothing.
+  const char* wanted = problem.train ? "chunk_fwd_train" : "chunk_fwd";
   ForwardPlan plan;
   plan.max_chunks = ceil_div(problem.tokens, kChunkTokens);
   double best = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < kernels.size(); ++i) {
     const KernelInfo& kernel = kernels[i];
-    if (!is_forward(kernel) || kernel.k != problem.k || kernel.v != problem.v ||
-        kernel.dtype != problem.dtype || kernel.train != problem.train)
+    if (std::strcmp(kernel.kernel, wanted) != 0 || kernel.k != problem.k || kernel.v != problem.v ||
+        kernel.dtype != problem.dtype)
       continue;
     const int64_t grid = problem.sequences * problem.heads_v * ceil_div(problem.v, kernel.block_v);
     // One block a multiprocessor: the tiles of two do not fit in its shared memory.
     const double waves = static_cast<double>(ceil_div(grid, problem.multiprocessors));
-    const double cost = waves * chunk_cost(kernel);
+    const double cost = waves * chunk_cost(kernel.block_v);
     if (cost < best) {
       best = cost;
       plan.kernel = static_cast<int>(i);

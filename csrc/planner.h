@@ -19,7 +19,6 @@ struct KernelInfo {
   int64_t k, v;
   DType dtype;
   int64_t block_v;  // columns of V that one thread block owns
-  bool train;
   int threads;
   int shared_bytes;
 };

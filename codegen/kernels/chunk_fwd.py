@@ -1,17 +1,25 @@
-"""The fused chunk forward: one thread block carries the state of one (sequence, value head, slice of V) through its chunks.
+"""The inference forward: one thread block carries the transposed state of one (sequence, value head) through its chunks.
 
-For a chunk of C = 64 tokens with inclusive cumulative log decay c, key tile K, query tile Q, value tile V and state S:
+For a chunk of C = 64 tokens with inclusive cumulative log decay c, key tile K, query tile Q, value tile V and state S [K, V]:
 
-    A  = (I + strict_lower(diag(beta) K K^T))^-1
-    W  = V - diag(e^c) K S
-    Vd = (G o A diag(beta)) W                            G_ij = e^(c_i - c_j) for i >= j, else 0
-    O  = scale (diag(e^c) Q S + (G o Q K^T) Vd)
-    S' = e^(c_C) S + K^T diag(e^(c_C - c)) Vd
+    A   = (I + strict_lower(diag(beta) K K^T))^-1
+    T   = G o A diag(beta)                               G_ij = e^(c_i - c_j) for i >= j, else 0
+    W   = diag(e^c) A diag(beta) K = (G o A) diag(beta e^c) K
+    P   = scale (G o Q K^T)
+    N   = T V - W S                                      the new values
+    O   = scale diag(e^c) Q S + P N
+    S'  = e^(c_C) S + K^T diag(e^(c_C - c)) N
 
-The l2 normalisation of q and k never touches the tiles. With r the reciprocal norms of the rows, K K^T, Q K^T, K S, Q S and
-K^T X take r as fp32 factors of their rows or columns, which is also more exact than rounding normalised tiles to 16 bits.
+Roles, by warpgroup of 128 threads:
 
-The `train` flag adds the outputs that the backward pass reads: the gate in fp32, A, and the state at each chunk start.
+    0, 1   the state, as S^T in registers, 64 rows of V each: N^T = V^T T^T - S^T W^T, O^T = S^T Q^T + N^T P^T,
+           S'^T = S^T + N^T K. Everything that depends on the state stays in registers; N and S are register operands.
+    2      K K^T and the gated inverse G o A, one chunk ahead.
+    3      Q K^T, and from it and the inverse P, T and W; before that the norms of q and k. One of its warps loads the tiles, one
+           prepares the gates.
+
+The l2 normalisation of q and k never touches the tiles: with r the reciprocal norms of the rows, the products above take r as
+fp32 factors of their rows or columns.
 """
 
 from typing import Any
@@ -20,36 +28,52 @@ import tilelang.language as T
 
 from ..configs import CHUNK, Config
 
-# Roles, barriers and synchronisation are placed by hand: the automatic passes cannot see into the device functions.
 PASS_CONFIG = {
+    "tl.disable_buffer_init_check": True,  # it cannot see what the device functions write
     "tl.disable_warp_specialized": True,
     "tl.disable_thread_storage_sync": True,
     "tl.disable_shared_memory_reuse": True,
 }
 
 PRELUDE = """
+#include "device/chunk_matrices.cuh"
 #include "device/gates.cuh"
 #include "device/sequence.cuh"
-#include "device/triangular.cuh"
+#include "device/tiles.cuh"
+#include "device/triangular_mma.cuh"
 """
+
+# The vectors of fq::Factor in device/gates.cuh, in its order.
+CUMULATIVE, OUTPUT_DECAY, STATE_DECAY, FACTORS = 0, 5, 6, 9
+SCRATCH = 1280  # floats that the inverse needs beside its matrix
+
+CUDA_DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
+
+STATE_REGISTERS = 160
+INVERSE_REGISTERS = 80
+PRODUCT_REGISTERS = 112
+# Chunks in flight: the keys and queries of a chunk are read before the state needs them.
+KEY_STAGES = 3
+STAGES = 2
+# Named barriers of one warpgroup each; the state's warpgroups have the two from OUTPUT_BARRIER on.
+INVERSE_BARRIER = 2
+PRODUCT_BARRIER = 3
+OUTPUT_BARRIER = 4
 
 
 def build(cfg: Config) -> Any:
     """The TileLang function of one configuration."""
-    K, V, BV = cfg.k, cfg.v, cfg.block_v
+    K, V = cfg.k, cfg.v
     C = CHUNK
     dtype = cfg.tile_dtype
     acc = "float32"
-    train = cfg.has("train")
-    threads = 128 * (K // 64)
-    slices = V // BV
     LD = C + 4  # keeps rows of the fp32 tile 16-byte aligned and on different banks
-    by_row = T.GemmWarpPolicy.FullRow
-    by_col = T.GemmWarpPolicy.FullCol
+    rows = T.GemmWarpPolicy.FullRow
+    cuda_dtype = CUDA_DTYPES[cfg.dtype]
 
     batch, tokens = T.dynamic("batch"), T.dynamic("tokens")
     heads_k, heads_v = T.dynamic("heads_k"), T.dynamic("heads_v")
-    h_rows, states = T.dynamic("h_rows"), T.dynamic("states")
+    states = T.dynamic("states")
     q_sb, q_st, q_sh = (T.dynamic(f"q_s{x}", "int64") for x in "bth")
     k_sb, k_st, k_sh = (T.dynamic(f"k_s{x}", "int64") for x in "bth")
     v_sb, v_st, v_sh = (T.dynamic(f"v_s{x}", "int64") for x in "bth")
@@ -58,50 +82,51 @@ def build(cfg: Config) -> Any:
     def exp2(x):
         return T.call_extern("float32", "fq::exp2_fast", x)
 
-    def load_gate(g, g_code, g_offset, g_st, linear_gate, beta, beta_code, beta_offset, beta_st, remaining, c_row, beta_row):
-        return T.call_extern(
-            "void",
-            "fq::gate_chunk",
-            T.access_ptr(g[0], "r"),
-            g_code,
-            g_offset,
-            g_st,
-            linear_gate,
-            T.access_ptr(beta[0], "r"),
-            beta_code,
-            beta_offset,
-            beta_st,
-            remaining,
-            T.access_ptr(c_row, "w", 1, C),
-            T.access_ptr(beta_row, "w", 1, C),
-        )
-
-    def zero_outside(cu_seqlens, cu_code, n, sequences, pointer, row_bytes, head_bytes, tx):
-        return T.call_extern(
-            "void",
-            "fq::zero_outside",
-            T.access_ptr(cu_seqlens[0], "r"),
-            cu_code,
-            n,
-            sequences,
-            tokens,
-            pointer,
-            row_bytes,
-            T.int64(heads_v) * head_bytes,
-            tx,
-            threads,
-        )
-
-    def token_offset(row, token, head, stride_b, stride_t, stride_h):
+    def offset(row, token, head, stride_b, stride_t, stride_h):
         return T.int64(row) * stride_b + T.int64(token) * stride_t + T.int64(head) * stride_h
 
+    def factors(factor_s, i):
+        return T.access_ptr(factor_s[i % KEY_STAGES, 0, 0], "r", 1, FACTORS, C)
+
+    def store_panel(fragment, panel):
+        return T.call_extern("void", f"fq::store_panel<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
+
+    def store_panel_transposed(fragment, panel):
+        return T.call_extern("void", f"fq::store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
+
+    def read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, token, head, valid):
+        return T.call_extern(
+            "void",
+            "fq::read_gates",
+            raw.data,
+            T.access_ptr(g[0], "r"),
+            g_code,
+            offset(row, token, head, g_sb, g_st, g_sh),
+            g_st,
+            T.access_ptr(beta[0], "r"),
+            beta_code,
+            offset(row, token, head, beta_sb, beta_st, beta_sh),
+            beta_st,
+            valid,
+        )
+
+    def zero_tail(tile, columns, valid):
+        return T.call_extern("void", f"fq::zero_tail<{columns // 64}>", T.access_ptr(tile, "w", 1, C, columns), valid)
+
     @T.macro
-    def load_tiles(q, k, v, q_s, k_s, v_s, full, stage, row, token, hk, ih, iv):
-        """One warp asks the copy engine for a chunk; `full[stage]` completes when all of it has arrived."""
-        T.tma_copy(q[row, token : token + C, hk, 0:K], q_s[stage, :, :], barrier=full[stage])
-        T.tma_copy(k[row, token : token + C, hk, 0:K], k_s[stage, :, :], barrier=full[stage])
-        T.tma_copy(v[row, token : token + C, ih, iv * BV : (iv + 1) * BV], v_s[stage, :, :], barrier=full[stage])
-        T.barrier_arrive(full[stage])
+    def load_keys(q, k, q_s, k_s, keys_full, i, row, first, hk):
+        T.tma_copy(
+            k[row, first + i * C : first + (i + 1) * C, hk, 0:K], k_s[i % KEY_STAGES, :, :], barrier=keys_full[i % KEY_STAGES]
+        )
+        T.tma_copy(
+            q[row, first + i * C : first + (i + 1) * C, hk, 0:K], q_s[i % KEY_STAGES, :, :], barrier=keys_full[i % KEY_STAGES]
+        )
+        T.barrier_arrive(keys_full[i % KEY_STAGES])
+
+    @T.macro
+    def load_values(v, v_s, values_full, i, row, first, ih):
+        T.tma_copy(v[row, first + i * C : first + (i + 1) * C, ih, 0:V], v_s[i % STAGES, :, :], barrier=values_full[i % STAGES])
+        T.barrier_arrive(values_full[i % STAGES])
 
     @T.prim_func
     def kernel(
@@ -115,9 +140,6 @@ def build(cfg: Config) -> Any:
         cu_seqlens: T.Tensor((1,), "uint8"),
         initial_state: T.Tensor((1,), "uint8"),
         final_state: T.StridedTensor((states, heads_v, K, V), (s_sn, s_sh, s_sk, s_sv), acc),
-        g_out: T.Tensor((batch, tokens, heads_v), acc),
-        a_out: T.Tensor((batch, tokens, heads_v, C), dtype),
-        h_out: T.Tensor((h_rows, heads_v, K, V), dtype),
         scale: T.float32,
         group: T.int32,
         sequences: T.int32,
@@ -128,7 +150,6 @@ def build(cfg: Config) -> Any:
         linear_gate: T.int32,
         l2norm: T.int32,
         write_final: T.int32,
-        write_h: T.int32,
         g_sb: T.int64,
         g_st: T.int64,
         g_sh: T.int64,
@@ -140,216 +161,266 @@ def build(cfg: Config) -> Any:
         h0_sk: T.int64,
         h0_sv: T.int64,
     ):
-        with T.Kernel(sequences * heads_v * slices, threads=threads, prelude=PRELUDE) as block:
-            q_s = T.alloc_shared((2, C, K), dtype)
-            k_s = T.alloc_shared((2, C, K), dtype)
-            v_s = T.alloc_shared((2, C, BV), dtype)
-            state_s = T.alloc_shared((K, BV), dtype)
-            inverse_s = T.alloc_shared((C, LD), acc)
-            p_s = T.alloc_shared((C, C), dtype)
-            m_s = T.alloc_shared((C, C), dtype)
-            w_s = T.alloc_shared((C, BV), dtype)
-            vd_s = T.alloc_shared((C, BV), dtype)
-            vn_s = T.alloc_shared((C, BV), dtype)
-            c_s = T.alloc_shared((2, C), acc)
-            beta_s = T.alloc_shared((2, C), acc)
-            rq_s = T.alloc_shared((C,), acc)
-            rk_s = T.alloc_shared((C,), acc)
-            state = T.alloc_fragment((K, BV), acc)
-            kk = T.alloc_fragment((C, C), acc)
-            qk = T.alloc_fragment((C, C), acc)
-            out = T.alloc_fragment((C, BV), acc)
-            values = T.alloc_fragment((C, BV), acc)
-            full = T.alloc_barrier([32, 32])
+        with T.Kernel(sequences * heads_v, threads=512, prelude=PRELUDE) as block:
+            q_s = T.alloc_shared((KEY_STAGES, C, K), dtype)
+            k_s = T.alloc_shared((KEY_STAGES, C, K), dtype)
+            v_s = T.alloc_shared((STAGES, C, V), dtype)
+            t_s = T.alloc_shared((STAGES, C, C), dtype)
+            p_s = T.alloc_shared((STAGES, C, C), dtype)
+            w_s = T.alloc_shared((STAGES, C, K), dtype)
+            l_s = T.alloc_shared((C, LD), acc)
+            # Vectors of per-token factors (device/gates.cuh has their list), and the reciprocal norms of q and k.
+            factor_s = T.alloc_shared((KEY_STAGES, FACTORS, C), acc)
+            norm_s = T.alloc_shared((2, C), acc)
+            scratch_s = T.alloc_shared((SCRATCH,), acc)
+
+            keys_full = T.alloc_barrier([32] * KEY_STAGES)  # q and k have arrived
+            values_full = T.alloc_barrier([32] * STAGES)
+            factors_full = T.alloc_barrier([128] * KEY_STAGES)  # factors are there, q and k have arrived and end in zeros
+            inverse_full = T.alloc_barrier([128])
+            inverse_free = T.alloc_barrier([128])
+            ready = T.alloc_barrier([128] * STAGES)  # all that the state needs of a chunk
+            keys_free = T.alloc_barrier([256] * KEY_STAGES)  # the state has done with the chunk, but for its output
+            values_free = T.alloc_barrier([64] * STAGES)  # the output has left its buffer
 
             tx = T.get_thread_binding()
-            iv = T.alloc_var("int32")
             ih = T.alloc_var("int32")
             hk = T.alloc_var("int32")
             n = T.alloc_var("int32")
             row = T.alloc_var("int32")
             first = T.alloc_var("int32")
             length = T.alloc_var("int32")
-            h_first = T.alloc_var("int32")
-            h_total = T.alloc_var("int32")
-            valid = T.alloc_var("int32")
-            iv = block % slices
-            ih = T.truncmod(block // slices, heads_v)
+            chunks = T.alloc_var("int32")
+            ih = T.truncmod(block, heads_v)
             hk = T.truncdiv(ih, group)
-            n = T.truncdiv(block // slices, heads_v)
+            n = T.truncdiv(block, heads_v)
 
             # The sequence is rows [first, first + length) of batch row `row`.
             row = T.if_then_else(cu_code == 0, n, 0)
             first = T.call_extern("int32", "fq::sequence_begin", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
             length = T.call_extern("int32", "fq::sequence_length", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
-            if train:
-                h_first = T.call_extern("int32", "fq::chunks_before", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
+            chunks = T.truncdiv(length + (C - 1), C)
 
-            if length > 0:
-                if tx < 32:
-                    load_tiles(q, k, v, q_s, k_s, v_s, full, 0, row, first, hk, ih, iv)
-                    load_gate(
-                        g,
-                        g_code,
-                        token_offset(row, first, ih, g_sb, g_st, g_sh),
-                        g_st,
-                        linear_gate,
-                        beta,
-                        beta_code,
-                        token_offset(row, first, ih, beta_sb, beta_st, beta_sh),
-                        beta_st,
-                        length,
-                        c_s[0, 0],
-                        beta_s[0, 0],
-                    )
-
-            if initial_code != 0:
-                for a, b in T.Parallel(K, BV):
-                    state[a, b] = T.call_extern(
-                        "float32",
-                        "fq::load_number",
-                        T.access_ptr(initial_state[0], "r"),
-                        initial_code,
-                        token_offset(n, ih, a, h0_sn, h0_sh, h0_sk) + T.int64(iv * BV + b) * h0_sv,
-                    )
-            else:
-                T.clear(state)
-
-            for i in T.serial(T.truncdiv(length + (C - 1), C)):
-                valid = T.min(length - i * C, C)
-                stage = i % 2
-                T.barrier_wait(full[stage], (i // 2) % 2)
-                # Every thread has left chunk i - 1, whose stage the next chunk takes.
-                T.sync_threads()
-                if (i + 1) * C < length:
-                    if tx < 32:
-                        load_tiles(q, k, v, q_s, k_s, v_s, full, (i + 1) % 2, row, first + (i + 1) * C, hk, ih, iv)
-                        load_gate(
-                            g,
-                            g_code,
-                            token_offset(row, first + (i + 1) * C, ih, g_sb, g_st, g_sh),
-                            g_st,
-                            linear_gate,
-                            beta,
-                            beta_code,
-                            token_offset(row, first + (i + 1) * C, ih, beta_sb, beta_st, beta_sh),
-                            beta_st,
-                            length - (i + 1) * C,
-                            c_s[(i + 1) % 2, 0],
-                            beta_s[(i + 1) % 2, 0],
+            if tx < 256:
+                T.set_max_nreg(STATE_REGISTERS, 1)
+                state = T.alloc_fragment((V, K), acc)
+                state_h = T.alloc_fragment((V, K), dtype)
+                values = T.alloc_fragment((V, C), acc)
+                values_h = T.alloc_fragment((V, C), dtype)
+                decayed_h = T.alloc_fragment((V, C), dtype)
+                out = T.alloc_fragment((V, C), acc)
+                if initial_code != 0:
+                    for a, b in T.Parallel(V, K):
+                        state[a, b] = T.call_extern(
+                            "float32",
+                            "fq::load_number",
+                            T.access_ptr(initial_state[0], "r"),
+                            initial_code,
+                            offset(n, ih, b, h0_sn, h0_sh, h0_sk) + T.int64(a) * h0_sv,
                         )
-
-                # Rows past the end belong to the next sequence or to nobody: whatever they hold, NaN too, may not enter a sum.
-                if valid < C:
-                    for a, b in T.Parallel(C, K):
-                        if a >= valid:
-                            q_s[stage, a, b] = 0
-                            k_s[stage, a, b] = 0
-                    for a, b in T.Parallel(C, BV):
-                        if a >= valid:
-                            v_s[stage, a, b] = 0
-                    T.fence_proxy_async()
-                    T.sync_threads()
-                if l2norm != 0:
-                    squares = T.alloc_fragment((C, K), acc)
-                    norm = T.alloc_fragment((C,), acc)
-                    for a, b in T.Parallel(C, K):
-                        squares[a, b] = T.cast(q_s[stage, a, b], acc) * T.cast(q_s[stage, a, b], acc)
-                    T.reduce_sum(squares, norm, dim=1)
-                    for a in T.Parallel(C):
-                        rq_s[a] = T.rsqrt(norm[a] + 1e-6)
-                    for a, b in T.Parallel(C, K):
-                        squares[a, b] = T.cast(k_s[stage, a, b], acc) * T.cast(k_s[stage, a, b], acc)
-                    T.reduce_sum(squares, norm, dim=1)
-                    for a in T.Parallel(C):
-                        rk_s[a] = T.rsqrt(norm[a] + 1e-6)
                 else:
-                    for a in T.Parallel(C):
-                        rq_s[a] = 1.0
-                        rk_s[a] = 1.0
-                T.sync_threads()
+                    T.clear(state)
 
-                T.gemm(k_s[stage, :, :], k_s[stage, :, :], kk, transpose_B=True, clear_accum=True, policy=by_col)
-                T.gemm(q_s[stage, :, :], k_s[stage, :, :], qk, transpose_B=True, clear_accum=True, policy=by_col)
-                for a, b in T.Parallel(C, C):
-                    inverse_s[a, b] = T.if_then_else(a > b, kk[a, b] * (beta_s[stage, a] * rk_s[a]) * rk_s[b], 0.0)
-                for a, b in T.Parallel(C, C):
-                    p_s[a, b] = T.if_then_else(
-                        a >= b, qk[a, b] * exp2(c_s[stage, a] - c_s[stage, b]) * (scale * rq_s[a]) * rk_s[b], 0.0
+                for i in T.serial(chunks):
+                    for a, b in T.Parallel(V, K):
+                        state_h[a, b] = state[a, b]
+                    T.barrier_wait(values_full[i % STAGES], (i // STAGES) % 2)
+                    T.barrier_wait(ready[i % STAGES], (i // STAGES) % 2)
+                    T.wgmma_gemm(
+                        v_s[i % STAGES, :, :], t_s[i % STAGES, :, :], values, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows
                     )
-                T.copy(state, state_s)
-                T.fence_proxy_async()
-                T.sync_threads()
-                T.call_extern("void", f"fq::invert_unit_lower<{C}, {threads}>", T.access_ptr(inverse_s[0, 0], "rw", C, LD), LD, tx)
-
-                if train:
-                    if iv == 0:
-                        for a, b in T.Parallel(C, C):
-                            if a < valid:
-                                a_out[row, first + i * C + a, ih, b] = inverse_s[a, b]
-                        if tx < 32:
+                    T.wgmma_gemm(state_h, w_s[i % STAGES, :, :], values, transpose_B=True, policy=rows)
+                    if i > 0:
+                        if tx % 128 < 32:
+                            T.tma_store_wait(0)
+                            T.barrier_arrive(values_free[(i - 1) % STAGES])
+                    T.wait_wgmma(0)
+                    for a, b in T.Parallel(V, C):
+                        values_h[a, b] = values[a, b]
+                    T.wgmma_gemm(state_h, q_s[i % KEY_STAGES, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
+                    for a, b in T.Parallel(V, K):
+                        state[a, b] *= exp2(factor_s[i % KEY_STAGES, CUMULATIVE, C - 1])
+                    T.wait_wgmma(0)
+                    # The registers do not hold the new values in fp32 as well, so their decayed copy starts from the rounded ones.
+                    for a, b in T.Parallel(V, C):
+                        decayed_h[a, b] = T.cast(values_h[a, b], acc) * factor_s[i % KEY_STAGES, STATE_DECAY, b]
+                    for a, b in T.Parallel(V, C):
+                        out[a, b] *= factor_s[i % KEY_STAGES, OUTPUT_DECAY, b]
+                    T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
+                    T.wgmma_gemm(decayed_h, k_s[i % KEY_STAGES, :, :], state, policy=rows)
+                    T.wait_wgmma(1)
+                    # V has been consumed; its buffer stages the output, a panel of 64 columns for each of the two warpgroups.
+                    store_panel_transposed(out, v_s[i % STAGES, 0, tx // 128 * 64])
+                    T.fence_proxy_async()
+                    T.wait_wgmma(0)
+                    T.barrier_arrive(keys_free[i % KEY_STAGES])
+                    T.sync_threads(OUTPUT_BARRIER + tx // 128, 128)
+                    if tx % 128 < 32:
+                        if length - i * C >= C:
+                            if tx < 128:
+                                T.tma_copy(v_s[i % STAGES, :, 0:64], o[row, first + i * C : first + (i + 1) * C, ih, 0:64], leader_scope_threads=32)
+                            else:
+                                T.tma_copy(v_s[i % STAGES, :, 64:128], o[row, first + i * C : first + (i + 1) * C, ih, 64:128], leader_scope_threads=32)
+                        else:
                             T.call_extern(
                                 "void",
-                                "fq::store_gate",
-                                T.access_ptr(g[0], "r"),
-                                g_code,
-                                token_offset(row, first + i * C, ih, g_sb, g_st, g_sh),
-                                g_st,
-                                linear_gate,
-                                T.access_ptr(g_out[0, 0, 0], "w"),
-                                token_offset(row, first + i * C, ih, T.int64(tokens) * heads_v, heads_v, 1),
-                                heads_v,
-                                valid,
+                                "fq::store_valid_rows<1>",
+                                T.access_ptr(v_s[i % STAGES, 0, tx // 128 * 64], "r", 1, C, 64),
+                                T.access_ptr(o[row, first + i * C, ih, tx // 128 * 64], "w"),
+                                T.int64(heads_v) * (V * 2),
+                                length - i * C,
                             )
-                    if write_h != 0:
-                        T.copy(state_s, h_out[h_first + i, ih, 0:K, iv * BV : (iv + 1) * BV], disable_tma=True)
 
-                T.gemm(k_s[stage, :, :], state_s, values, clear_accum=True, policy=by_col)
-                T.gemm(q_s[stage, :, :], state_s, out, clear_accum=True, policy=by_col)
-                for a, b in T.Parallel(C, BV):
-                    w_s[a, b] = v_s[stage, a, b] - values[a, b] * (exp2(c_s[stage, a]) * rk_s[a])
-                for a, b in T.Parallel(C, C):
-                    m_s[a, b] = T.if_then_else(
-                        a >= b, inverse_s[a, b] * exp2(c_s[stage, a] - c_s[stage, b]) * beta_s[stage, b], 0.0
+                if write_final != 0:
+                    for a, b in T.Parallel(V, K):
+                        final_state[n, ih, b, a] = state[a, b]
+            elif tx < 384:
+                T.set_max_nreg(INVERSE_REGISTERS, 0)
+                keys = T.alloc_fragment((C, C), acc)
+                for i in T.serial(chunks):
+                    T.barrier_wait(keys_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
+                    T.barrier_wait(factors_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
+                    T.wgmma_gemm(
+                        k_s[i % KEY_STAGES, :, :], k_s[i % KEY_STAGES, :, :], keys, transpose_B=True, clear_accum=True, policy=rows
                     )
-                T.fence_proxy_async()
-                T.sync_threads()
-                T.gemm(m_s, w_s, values, clear_accum=True, policy=by_col)
-                for a, b in T.Parallel(C, BV):
-                    vd_s[a, b] = values[a, b]
-                for a, b in T.Parallel(C, BV):
-                    vn_s[a, b] = values[a, b] * (exp2(c_s[stage, C - 1] - c_s[stage, a]) * rk_s[a])
-                T.fence_proxy_async()
-                T.sync_threads()
-                for a, b in T.Parallel(C, BV):
-                    out[a, b] *= exp2(c_s[stage, a]) * (scale * rq_s[a])
-                for a, b in T.Parallel(K, BV):
-                    state[a, b] *= exp2(c_s[stage, C - 1])
-                T.gemm(p_s, vd_s, out, policy=by_col)
-                T.gemm(k_s[stage, :, :], vn_s, state, transpose_A=True, policy=by_row)
-                # W has been consumed; its buffer stages the output so that rows leave in 16-byte pieces.
-                T.copy(out, w_s)
-                T.sync_threads()
-                for a, b in T.Parallel(C, BV):
-                    if a < valid:
-                        o[row, first + i * C + a, ih, iv * BV + b] = w_s[a, b]
-
-            if write_final != 0:
-                for a, b in T.Parallel(K, BV):
-                    final_state[n, ih, a, iv * BV + b] = state[a, b]
-
-            zero_outside(cu_seqlens, cu_code, n, sequences, T.access_ptr(o[0, 0, ih, iv * BV], "w"), BV * 2, V * 2, tx)
-            if train:
-                if iv == 0:
-                    zero_outside(cu_seqlens, cu_code, n, sequences, T.access_ptr(a_out[0, 0, ih, 0], "w"), C * 2, C * 2, tx)
-                    zero_outside(cu_seqlens, cu_code, n, sequences, T.access_ptr(g_out[0, 0, ih], "w"), 4, 4, tx)
-                if write_h != 0 and cu_code != 0:
-                    # Rows of h past the last chunk.
-                    h_total = T.call_extern(
-                        "int32", "fq::chunks_before", T.access_ptr(cu_seqlens[0], "r"), cu_code, sequences, tokens
+                    T.wait_wgmma(0)
+                    T.call_extern("void", "fq::scale_key_matrix", keys.data, factors(factor_s, i))
+                    if i > 0:
+                        T.barrier_wait(inverse_free[0], (i - 1) % 2)
+                    T.call_extern("void", "fq::store_key_matrix", keys.data, T.access_ptr(l_s[0, 0], "w", C, LD), LD)
+                    T.sync_threads(INVERSE_BARRIER, 128)
+                    T.call_extern(
+                        "void",
+                        f"fq::invert_unit_lower_mma<{INVERSE_BARRIER}>",
+                        T.access_ptr(l_s[0, 0], "rw", C, LD),
+                        LD,
+                        T.access_ptr(scratch_s[0], "w"),
                     )
-                    for j in T.serial(T.truncdiv(T.max(h_rows - h_total - n, 0) + sequences - 1, sequences)):
-                        for a, b in T.Parallel(K, BV):
-                            h_out[h_total + n + j * sequences, ih, a, iv * BV + b] = 0
+                    T.barrier_arrive(inverse_full[0])
+            else:
+                T.set_max_nreg(PRODUCT_REGISTERS, 0)
+                product = T.alloc_fragment((C, C), acc)
+                weights_h = T.alloc_fragment((C, C), dtype)
+                raw = T.alloc_local((4,), acc)  # gates and betas of two tokens a lane, read a chunk ahead
+                T.clear(raw)
+                if tx < 416:
+                    for i in T.serial(T.min(chunks, KEY_STAGES)):
+                        load_keys(q, k, q_s, k_s, keys_full, i, row, first, hk)
+                        if i < STAGES:
+                            load_values(v, v_s, values_full, i, row, first, ih)
+                elif tx >= 480:
+                    read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, first, ih, length)
+                # Iteration j makes the factors of chunk j and then what chunk j - 1 still lacks.
+                for j in T.serial(chunks + 1):
+                    if j > 0:
+                        # Factors of chunk j - 1 are this warpgroup's own work, and q and k may be read where the others may.
+                        T.barrier_wait(keys_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
+                        T.barrier_wait(factors_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
+                        T.gemm(
+                            q_s[(j - 1) % KEY_STAGES, :, :],
+                            k_s[(j - 1) % KEY_STAGES, :, :],
+                            product,
+                            transpose_B=True,
+                            clear_accum=True,
+                            policy=rows,
+                        )
+                        T.call_extern("void", "fq::scale_query_matrix", product.data, factors(factor_s, j - 1))
+                        # P, T and W of two chunks ago have been read, and that chunk's tiles too.
+                        if j > STAGES:
+                            T.barrier_wait(keys_free[(j - 1 - STAGES) % KEY_STAGES], ((j - 1 - STAGES) // KEY_STAGES) % 2)
+                            if tx < 416:
+                                if j < chunks:
+                                    load_keys(q, k, q_s, k_s, keys_full, j, row, first, hk)
+                                T.barrier_wait(values_free[(j - 1) % STAGES], ((j - 1) // STAGES - 1) % 2)
+                                load_values(v, v_s, values_full, j - 1, row, first, ih)
+                        store_panel(product, p_s[(j - 1) % STAGES, 0, 0])
+                    if j < chunks:
+                        # Rows past the end belong to the next sequence or to nobody: whatever they hold, NaN too, may not enter a
+                        # sum.
+                        if length - j * C < C:
+                            T.barrier_wait(keys_full[j % KEY_STAGES], (j // KEY_STAGES) % 2)
+                            zero_tail(q_s[j % KEY_STAGES, 0, 0], K, length - j * C)
+                            zero_tail(k_s[j % KEY_STAGES, 0, 0], K, length - j * C)
+                            T.fence_proxy_async()
+                            T.sync_threads(PRODUCT_BARRIER, 128)
+                        if l2norm != 0:
+                            T.barrier_wait(keys_full[j % KEY_STAGES], (j // KEY_STAGES) % 2)
+                            T.call_extern(
+                                "void",
+                                f"fq::row_norms<{cuda_dtype}, {K // 64}>",
+                                T.access_ptr(q_s[j % KEY_STAGES, 0, 0], "r", 1, C, K),
+                                T.access_ptr(k_s[j % KEY_STAGES, 0, 0], "r", 1, C, K),
+                                T.access_ptr(norm_s[0, 0], "w", 2, C),
+                            )
+                            T.sync_threads(PRODUCT_BARRIER, 128)
+                        if tx >= 480:
+                            T.call_extern(
+                                "void",
+                                "fq::chunk_factors",
+                                raw.data,
+                                linear_gate,
+                                length - j * C,
+                                scale,
+                                l2norm,
+                                T.access_ptr(norm_s[0, 0], "r", 2, C),
+                                T.access_ptr(factor_s[j % KEY_STAGES, 0, 0], "w", 1, FACTORS, C),
+                            )
+                            read_gates(
+                                raw,
+                                g,
+                                g_code,
+                                g_sb,
+                                g_st,
+                                g_sh,
+                                beta,
+                                beta_code,
+                                beta_sb,
+                                beta_st,
+                                beta_sh,
+                                row,
+                                first + (j + 1) * C,
+                                ih,
+                                length - (j + 1) * C,
+                            )
+                        T.barrier_arrive(factors_full[j % KEY_STAGES])
+                    if j > 0:
+                        T.barrier_wait(inverse_full[0], (j - 1) % 2)
+                        T.call_extern(
+                            "void",
+                            f"fq::load_inverse<{cuda_dtype}>",
+                            T.access_ptr(l_s[0, 0], "r", C, LD),
+                            LD,
+                            factors(factor_s, j - 1),
+                            weights_h.data,
+                            product.data,
+                        )
+                        T.barrier_arrive(inverse_free[0])
+                        store_panel(product, t_s[(j - 1) % STAGES, 0, 0])
+                        for panel in T.unroll(K // 64):
+                            T.gemm(
+                                weights_h, k_s[(j - 1) % KEY_STAGES, :, panel * 64 : (panel + 1) * 64], product, clear_accum=True, policy=rows
+                            )
+                            store_panel(product, w_s[(j - 1) % STAGES, 0, panel * 64])
+                        if length - (j - 1) * C < C:
+                            T.barrier_wait(values_full[(j - 1) % STAGES], ((j - 1) // STAGES) % 2)
+                            zero_tail(v_s[(j - 1) % STAGES, 0, 0], V, length - (j - 1) * C)
+                        T.fence_proxy_async()
+                        T.barrier_arrive(ready[(j - 1) % STAGES])
+
+                # Rows outside every sequence are zero: the sequences share them out.
+                T.call_extern(
+                    "void",
+                    "fq::zero_outside",
+                    T.access_ptr(cu_seqlens[0], "r"),
+                    cu_code,
+                    n,
+                    sequences,
+                    tokens,
+                    T.access_ptr(o[0, 0, ih, 0], "w"),
+                    V * 2,
+                    T.int64(heads_v) * (V * 2),
+                    tx - 384,
+                    128,
+                )
 
     return kernel

@@ -37,7 +37,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       row["v"] = k.v;
       row["dtype"] = dtype_name(k.dtype);
       row["block_v"] = k.block_v;
-      row["train"] = k.train;
       row["threads"] = k.threads;
       row["shared_bytes"] = k.shared_bytes;
       rows.append(row);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "numbers.cuh"
+#include "tiles.cuh"
 
 namespace fq {
 
@@ -18,15 +19,11 @@ __device__ __forceinline__ float load_log_decay(const void* g, int code, int64_t
   return linear ? logf(x) : x;
 }
 
-struct TokenPair {
-  float2 cumulative;  // inclusive sum of the log2 decays
-  float2 beta;
-};
-
-// Called by one whole warp: tokens 2 lane and 2 lane + 1 of a chunk. Rows from `valid` on have gate 0 and beta 0.
-__device__ __forceinline__ TokenPair load_gate_pair(const void* g, int g_code, int64_t g_offset, int64_t g_stride, int linear,
-                                                    const void* beta, int beta_code, int64_t beta_offset,
-                                                    int64_t beta_stride, int valid) {
+// Called by one whole warp. cumulative[i] = sum_{j <= i} log2 decay of token j; rows from `valid` on have gate 0 and beta 0.
+// Lane l owns the neighbouring tokens 2l and 2l + 1.
+__device__ __forceinline__ void gate_chunk(const void* g, int g_code, int64_t g_offset, int64_t g_stride, int linear,
+                                           const void* beta, int beta_code, int64_t beta_offset, int64_t beta_stride,
+                                           int valid, float* cumulative, float* beta_out) {
   const int lane = threadIdx.x % 32;
   float decay[2], step[2];
 #pragma unroll
@@ -45,57 +42,79 @@ __device__ __forceinline__ TokenPair load_gate_pair(const void* g, int g_code, i
     const float below = __shfl_up_sync(0xffffffffu, sum, d);
     if (lane >= d) sum += below;
   }
-  return {make_float2(sum - decay[1], sum), make_float2(step[0], step[1])};
-}
-
-// Called by one whole warp: the cumulative log2 decay and beta of a chunk.
-__device__ __forceinline__ void gate_chunk(const void* g, int g_code, int64_t g_offset, int64_t g_stride, int linear,
-                                           const void* beta, int beta_code, int64_t beta_offset, int64_t beta_stride,
-                                           int valid, float* cumulative, float* beta_out) {
-  const int lane = threadIdx.x % 32;
-  const TokenPair pair =
-      load_gate_pair(g, g_code, g_offset, g_stride, linear, beta, beta_code, beta_offset, beta_stride, valid);
-  reinterpret_cast<float2*>(cumulative)[lane] = pair.cumulative;
-  reinterpret_cast<float2*>(beta_out)[lane] = pair.beta;
+  reinterpret_cast<float2*>(cumulative)[lane] = make_float2(sum - decay[1], sum);
+  reinterpret_cast<float2*>(beta_out)[lane] = make_float2(step[0], step[1]);
 }
 
 // Factors of the rows and columns of a chunk's products, one vector of kChunk floats each. With c the cumulative decay and rq,
 // rk the reciprocal norms of q and k (1 without normalisation):
 enum Factor : int {
-  kCumulative,   // c in base 2
-  kKeyNorm,      // rk
-  kBeta,         // beta
-  kBetaKey,      // beta rk
-  kQueryScale,   // scale rq
-  kOutputDecay,  // scale rq e^c
-  kStateDecay,   // rk e^(c_C - c)
-  kMinusDecay,   // -e^c
+  kCumulative,     // c in base 2
+  kKeyCumulative,  // c - log2 rk: 2^(c_i - this_j) is rk_j e^(c_i - c_j)
+  kBeta,           // beta
+  kBetaKey,        // beta rk
+  kQueryScale,     // scale rq
+  kOutputDecay,    // scale rq e^c
+  kStateDecay,     // rk e^(c_C - c)
+  kKeyWeight,      // -beta rk e^c
+  kBlockDecay,     // rk e^(c_m - c), m the last token of the same block of 16
   kFactors
 };
 
-// Called by one whole warp, with rq and rk in place where normalise is set.
-__device__ __forceinline__ void chunk_factors(const TokenPair& pair, float scale, int normalise, const float* rq,
-                                              const float* rk, float* factors) {
-  const int lane = threadIdx.x % 32;
-  const float total = __shfl_sync(0xffffffffu, pair.cumulative.y, 31);
-  float2 q = make_float2(1.0f, 1.0f), k = q;
-  if (normalise) {
-    q = reinterpret_cast<const float2*>(rq)[lane];
-    k = reinterpret_cast<const float2*>(rk)[lane];
+// Called by one whole warp: gate and beta of tokens 2 lane and 2 lane + 1, as they are stored; 0 from `valid` on. Nothing
+// waits for the loads here: the values are used a chunk later.
+__device__ __forceinline__ void read_gates(float* raw, const void* g, int g_code, int64_t g_offset, int64_t g_stride,
+                                           const void* beta, int beta_code, int64_t beta_offset, int64_t beta_stride,
+                                           int valid) {
+  const int first = 2 * static_cast<int>(fresh_lane());
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int t = first + j;
+    raw[j] = t < valid ? load_number(g, g_code, g_offset + t * g_stride) : 0.0f;
+    raw[2 + j] = t < valid ? load_number(beta, beta_code, beta_offset + t * beta_stride) : 0.0f;
   }
-  const float2 c = pair.cumulative, b = pair.beta;
-  const float2 decay = make_float2(exp2_fast(c.x), exp2_fast(c.y));
+}
+
+// Called by one whole warp, with what read_gates gave and the norms rq, rk (kChunk floats each) in place where normalise is set.
+__device__ __forceinline__ void chunk_factors(const float* raw, int linear, int valid, float scale, int normalise,
+                                              const float* norms, float* factors) {
+  const int lane = fresh_lane();
+  float decay[2];
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float x = linear && 2 * lane + j < valid ? logf(raw[j]) : raw[j];
+    decay[j] = (x < kLogDecayFloor ? kLogDecayFloor : x) * kLog2e;
+  }
+  float sum = decay[0] + decay[1];
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const float below = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += below;
+  }
+  const float total = __shfl_sync(0xffffffffu, sum, 31);
+  const float2 c = make_float2(sum - decay[1], sum);
+  float2 b = make_float2(raw[2], raw[3]), q = make_float2(1.0f, 1.0f), k = q, y = c;
+  if (normalise) {
+    q = reinterpret_cast<const float2*>(norms)[lane];
+    k = reinterpret_cast<const float2*>(norms + kChunk)[lane];
+    y = make_float2(c.x - __log2f(k.x), c.y - __log2f(k.y));
+  }
   const auto put = [&](int factor, float x, float y) {
     reinterpret_cast<float2*>(factors + factor * kChunk)[lane] = make_float2(x, y);
   };
   put(kCumulative, c.x, c.y);
-  put(kKeyNorm, k.x, k.y);
+  put(kKeyCumulative, y.x, y.y);
   put(kBeta, b.x, b.y);
-  put(kBetaKey, b.x * k.x, b.y * k.y);
-  put(kQueryScale, scale * q.x, scale * q.y);
-  put(kOutputDecay, scale * q.x * decay.x, scale * q.y * decay.y);
-  put(kStateDecay, k.x * exp2_fast(total - c.x), k.y * exp2_fast(total - c.y));
-  put(kMinusDecay, -decay.x, -decay.y);
+  put(kStateDecay, exp2_fast(total - y.x), exp2_fast(total - y.y));
+  b.x *= k.x, b.y *= k.y;
+  put(kBetaKey, b.x, b.y);
+  q.x *= scale, q.y *= scale;
+  put(kQueryScale, q.x, q.y);
+  const float2 e = make_float2(exp2_fast(c.x), exp2_fast(c.y));
+  put(kOutputDecay, q.x * e.x, q.y * e.y);
+  put(kKeyWeight, -b.x * e.x, -b.y * e.y);
+  const float last = __shfl_sync(0xffffffffu, sum, lane | 7);
+  put(kBlockDecay, exp2_fast(last - y.x), exp2_fast(last - y.y));
 }
 
 // Called by one whole warp: the gate of a chunk as fp32 natural-log decay, rows `out_stride` apart.
