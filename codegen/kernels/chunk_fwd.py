@@ -241,12 +241,12 @@ def build(cfg: Config) -> Any:
                     for a, b in T.Parallel(V, K):
                         state[a, b] *= exp2(factor_s[i % KEY_STAGES, CUMULATIVE, C - 1])
                     T.wait_wgmma(0)
-                    # The registers do not hold the new values in fp32 as well, so their decayed copy starts from the rounded ones.
+                    # There are no registers to keep the new values in fp32 as well, so their decayed copy starts from the rounded
+                    # ones.
+                    T.call_extern("void", "fq::scale_columns", out.data, factors(factor_s, i), OUTPUT_DECAY)
+                    T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
                     for a, b in T.Parallel(V, C):
                         decayed_h[a, b] = T.cast(values_h[a, b], acc) * factor_s[i % KEY_STAGES, STATE_DECAY, b]
-                    for a, b in T.Parallel(V, C):
-                        out[a, b] *= factor_s[i % KEY_STAGES, OUTPUT_DECAY, b]
-                    T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
                     T.wgmma_gemm(decayed_h, k_s[i % KEY_STAGES, :, :], state, policy=rows)
                     T.wait_wgmma(1)
                     # V has been consumed; its buffer stages the output, a panel of 64 columns for each of the two warpgroups.

@@ -1,4 +1,4 @@
-// What the auxiliary warpgroup does to its accumulators between products. A 64 x 64 accumulator of a warpgroup is 32 floats a
+// What happens to accumulators between products. A 64 x 64 accumulator of a warpgroup is 32 floats a
 // thread: element 4 j + 2 h + e is row 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e.
 #pragma once
 
@@ -99,6 +99,37 @@ __device__ __forceinline__ void load_inverse(const float* inverse, int ld, const
       packed[2 * j + h] = pack<T>(x.x * w.x, x.y * w.y);
       t[4 * j + 2 * h] = x.x * b.x;
       t[4 * j + 2 * h + 1] = x.y * b.y;
+    }
+  }
+}
+
+// Multiplies column j of an accumulator by factor_j.
+__device__ __forceinline__ void scale_columns(float* x, const float* factors, int factor) {
+  const float* column = factors + factor * kChunk + 2 * (fresh_lane() % 4);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 y = *reinterpret_cast<const float2*>(column + 8 * j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      x[4 * j + 2 * h] *= y.x;
+      x[4 * j + 2 * h + 1] *= y.y;
+    }
+  }
+}
+
+// The same for an accumulator in 16 bits, into another.
+template <typename T>
+__device__ __forceinline__ void scale_columns_16(const void* from, const float* factors, int factor, void* to) {
+  const float* column = factors + factor * kChunk + 2 * (fresh_lane() % 4);
+  const auto* x = static_cast<const uint32_t*>(from);
+  auto* out = static_cast<uint32_t*>(to);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 y = *reinterpret_cast<const float2*>(column + 8 * j);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 v = unpack<T>(x[2 * j + h]);
+      out[2 * j + h] = pack<T>(v.x * y.x, v.y * y.y);
     }
   }
 }

@@ -87,15 +87,19 @@ __device__ __forceinline__ void store_valid_rows(const void* tile, void* out, in
 }
 
 template <typename T>
-__device__ __forceinline__ float squares(uint32_t pair);
+__device__ __forceinline__ float2 unpack(uint32_t pair);
 template <>
-__device__ __forceinline__ float squares<__nv_bfloat16>(uint32_t pair) {
-  const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-  return low * low + high * high;
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 template <>
-__device__ __forceinline__ float squares<__half>(uint32_t pair) {
-  const float2 x = __half22float2(*reinterpret_cast<const __half2*>(&pair));
+__device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+template <typename T>
+__device__ __forceinline__ float squares(uint32_t pair) {
+  const float2 x = unpack<T>(pair);
   return x.x * x.x + x.y * x.y;
 }
 
