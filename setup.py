@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "flash_qla"
 sys.path.insert(0, str(ROOT))
 
-from codegen.compile import LIBRARY, Toolkit, build_facts, compile_library, find_toolkit  # noqa: E402
-from codegen.configs import select  # noqa: E402
+from codegen.compile import LIBRARY, Toolkit, build_facts, compile_library, find_toolkit
+from codegen.configs import select
 
 TILELANG = "tilelang==0.1.15"
 # Only a build with kernels needs these, so a CPU-only build does not download torch a second time.

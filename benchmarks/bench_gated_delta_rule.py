@@ -82,7 +82,7 @@ def draw(row: Row) -> dict[str, Any]:
         return torch.nn.functional.normalize(torch.randn(batch, tokens, heads, DIM, device="cuda"), dim=-1).bfloat16()
 
     g = torch.nn.functional.logsigmoid(torch.randn(batch, tokens, row.heads_v, device="cuda")) / 16
-    g[..., :: 4] = 0
+    g[..., ::4] = 0
     offsets = torch.tensor([0, *row.lengths], device="cuda").cumsum(0) if packed else None
     return {
         "q": unit(row.heads_k),
@@ -173,7 +173,13 @@ def worker(impl: str, rows: list[Row]) -> None:
     version = getattr(module, "__version__", "unknown")
     first = True
     for row in rows:
-        result: dict[str, Any] = {"impl": impl, "version": version, "row": row.name, "heads_k": row.heads_k, "heads_v": row.heads_v}
+        result: dict[str, Any] = {
+            "impl": impl,
+            "version": version,
+            "row": row.name,
+            "heads_k": row.heads_k,
+            "heads_v": row.heads_v,
+        }
         try:
             call = make(draw(row))
             torch.cuda.synchronize()

@@ -14,7 +14,9 @@ from .configs import configurations, select
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m codegen", description="Lower the TileLang kernels to CUDA source. Needs no GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m codegen", description="Lower the TileLang kernels to CUDA source. Needs no GPU."
+    )
     parser.add_argument("--list", action="store_true", help="print the configurations and stop")
     parser.add_argument("--only", metavar="PATTERN", help="only configurations that match; shell patterns, separated by commas")
     parser.add_argument("--out", metavar="DIR", type=Path, help="where to write (default: csrc/generated)")

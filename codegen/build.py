@@ -25,7 +25,9 @@ Progress = Callable[[str, bool, float], None]
 """Called when a configuration is done: its name, whether it was up to date already, seconds spent."""
 
 
-def generate(configs: Iterable[Config], out: Path = DEFAULT_OUT, jobs: int | None = None, progress: Progress | None = None) -> int:
+def generate(
+    configs: Iterable[Config], out: Path = DEFAULT_OUT, jobs: int | None = None, progress: Progress | None = None
+) -> int:
     """Makes `out` hold exactly the sources of `configs`; returns how many had to be lowered.
 
     A configuration is up to date when the code it comes from, TileLang's version and the file on disk are what the manifest

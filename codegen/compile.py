@@ -95,7 +95,9 @@ def _ninja(configs: list[Config], toolkit: Toolkit) -> str:
     torch, tilelang = "torch", "tilelang"  # links in the build folder
     # nvcc drives every step, the plain C++ files and the link too: it knows where its own headers and libraries lie.
     compiler = f" -ccbin {os.environ['CXX']}" if os.environ.get("CXX") else ""
-    nvcc = f"{toolkit.nvcc}{compiler} -std=c++17 -O3 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}/=,-Wall"
+    nvcc = (
+        f"{toolkit.nvcc}{compiler} -std=c++17 -O3 -I{CSRC} -Xcompiler -fPIC,-fvisibility=hidden,-ffile-prefix-map={ROOT}/=,-Wall"
+    )
     device_flags = (
         f"-gencode=arch=compute_90a,code=sm_90a -DENABLE_BF16 --expt-relaxed-constexpr -Xptxas -v -DFLASH_QLA_TILELANG={importlib.metadata.version('tilelang')} "
         f"-isystem {tilelang}/src -isystem {tilelang}/3rdparty/cutlass/include "

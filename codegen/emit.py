@@ -42,8 +42,7 @@ void launch_{cfg.name}(const {struct}& p, cudaStream_t stream) {{
 def kernels_def(lowered: list[tuple[Config, Lowered]]) -> str:
     """kernels.def: one FLASH_QLA_KERNEL line per configuration, for the registry and for the planner's tests."""
     lines = [
-        f"FLASH_QLA_KERNEL({c.name}, {c.kernel}, {c.k}, {c.v}, {c.dtype}, {c.block_v}, "
-        f"{low.threads}, {low.shared_bytes})"
+        f"FLASH_QLA_KERNEL({c.name}, {c.kernel}, {c.k}, {c.v}, {c.dtype}, {c.block_v}, {low.threads}, {low.shared_bytes})"
         for c, low in lowered
     ]
     comment = "// FLASH_QLA_KERNEL(name, kernel, K, V, dtype, block_v, threads, dynamic shared memory in bytes)\n"

@@ -4,7 +4,7 @@
 Importing this package loads the compiled library but does not initialise CUDA.
 """
 
-from . import _autograd, _cpu, _fakes  # noqa: F401  (registers what the ops do)
+from . import _autograd, _cpu, _fakes
 from ._library import build_info
 from ._version import __version__
 from .ops import chunk_gated_delta_rule, chunk_gated_delta_rule_bwd, chunk_gated_delta_rule_fwd

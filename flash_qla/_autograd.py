@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _library  # noqa: F401  (the ops must exist before anything registers on them)
+from . import _library
 
 
 def _setup(

@@ -17,9 +17,11 @@ if not (ROOT / "codegen").is_dir():
     pytest.skip("codegen/ is not here: these tests need the source tree", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from codegen import configs  # noqa: E402
+from codegen import configs
 
-needs_tilelang = pytest.mark.skipif(importlib.util.find_spec("tilelang") is None, reason="tilelang, a build requirement, is not installed")
+needs_tilelang = pytest.mark.skipif(
+    importlib.util.find_spec("tilelang") is None, reason="tilelang, a build requirement, is not installed"
+)
 
 # The cheapest configuration to lower.
 SMALL = "chunk_fwd_train_k128_v128_bf16_bv32_sm90"

@@ -43,12 +43,13 @@ PRELUDE = """
 #include "device/triangular_mma.cuh"
 """
 
-# The vectors of fq::Factor in device/gates.cuh, in its order.
+# Indices into the vectors of fq::Factor in device/gates.cuh, and how many there are.
 CUMULATIVE, OUTPUT_DECAY, STATE_DECAY, FACTORS = 0, 5, 6, 9
 SCRATCH = 1280  # floats that the inverse needs beside its matrix
 
 CUDA_DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 
+# Of the 512 that a thread of each warpgroup has together. The state needs most; ptxas decides whether it fits (docs/design-notes.md).
 STATE_REGISTERS = 160
 INVERSE_REGISTERS = 80
 PRODUCT_REGISTERS = 112
@@ -92,7 +93,9 @@ def build(cfg: Config) -> Any:
         return T.call_extern("void", f"fq::store_panel<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
 
     def store_panel_transposed(fragment, panel):
-        return T.call_extern("void", f"fq::store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
+        return T.call_extern(
+            "void", f"fq::store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64)
+        )
 
     def read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, token, head, valid):
         return T.call_extern(
@@ -176,7 +179,7 @@ def build(cfg: Config) -> Any:
 
             keys_full = T.alloc_barrier([32] * KEY_STAGES)  # q and k have arrived
             values_full = T.alloc_barrier([32] * STAGES)
-            factors_full = T.alloc_barrier([128] * KEY_STAGES)  # factors are there, q and k have arrived and end in zeros
+            factors_full = T.alloc_barrier([128] * KEY_STAGES)  # and a last chunk's q and k end in zeros
             inverse_full = T.alloc_barrier([128])
             inverse_free = T.alloc_barrier([128])
             ready = T.alloc_barrier([128] * STAGES)  # all that the state needs of a chunk
@@ -227,7 +230,13 @@ def build(cfg: Config) -> Any:
                     T.barrier_wait(values_full[i % STAGES], (i // STAGES) % 2)
                     T.barrier_wait(ready[i % STAGES], (i // STAGES) % 2)
                     T.wgmma_gemm(
-                        v_s[i % STAGES, :, :], t_s[i % STAGES, :, :], values, transpose_A=True, transpose_B=True, clear_accum=True, policy=rows
+                        v_s[i % STAGES, :, :],
+                        t_s[i % STAGES, :, :],
+                        values,
+                        transpose_A=True,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=rows,
                     )
                     T.wgmma_gemm(state_h, w_s[i % STAGES, :, :], values, transpose_B=True, policy=rows)
                     if i > 0:
@@ -241,10 +250,9 @@ def build(cfg: Config) -> Any:
                     for a, b in T.Parallel(V, K):
                         state[a, b] *= exp2(factor_s[i % KEY_STAGES, CUMULATIVE, C - 1])
                     T.wait_wgmma(0)
-                    # There are no registers to keep the new values in fp32 as well, so their decayed copy starts from the rounded
-                    # ones.
                     T.call_extern("void", "fq::scale_columns", out.data, factors(factor_s, i), OUTPUT_DECAY)
                     T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
+                    # No registers are left to keep the new values in fp32 as well, so their decayed copy starts from the rounded ones.
                     for a, b in T.Parallel(V, C):
                         decayed_h[a, b] = T.cast(values_h[a, b], acc) * factor_s[i % KEY_STAGES, STATE_DECAY, b]
                     T.wgmma_gemm(decayed_h, k_s[i % KEY_STAGES, :, :], state, policy=rows)
@@ -258,9 +266,17 @@ def build(cfg: Config) -> Any:
                     if tx % 128 < 32:
                         if length - i * C >= C:
                             if tx < 128:
-                                T.tma_copy(v_s[i % STAGES, :, 0:64], o[row, first + i * C : first + (i + 1) * C, ih, 0:64], leader_scope_threads=32)
+                                T.tma_copy(
+                                    v_s[i % STAGES, :, 0:64],
+                                    o[row, first + i * C : first + (i + 1) * C, ih, 0:64],
+                                    leader_scope_threads=32,
+                                )
                             else:
-                                T.tma_copy(v_s[i % STAGES, :, 64:128], o[row, first + i * C : first + (i + 1) * C, ih, 64:128], leader_scope_threads=32)
+                                T.tma_copy(
+                                    v_s[i % STAGES, :, 64:128],
+                                    o[row, first + i * C : first + (i + 1) * C, ih, 64:128],
+                                    leader_scope_threads=32,
+                                )
                         else:
                             T.call_extern(
                                 "void",
@@ -271,6 +287,9 @@ def build(cfg: Config) -> Any:
                                 length - i * C,
                             )
 
+                # Shared memory must outlive the copy engine's reads of it.
+                if tx % 128 < 32:
+                    T.tma_store_wait(0)
                 if write_final != 0:
                     for a, b in T.Parallel(V, K):
                         final_state[n, ih, b, a] = state[a, b]
@@ -281,7 +300,12 @@ def build(cfg: Config) -> Any:
                     T.barrier_wait(keys_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
                     T.barrier_wait(factors_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
                     T.wgmma_gemm(
-                        k_s[i % KEY_STAGES, :, :], k_s[i % KEY_STAGES, :, :], keys, transpose_B=True, clear_accum=True, policy=rows
+                        k_s[i % KEY_STAGES, :, :],
+                        k_s[i % KEY_STAGES, :, :],
+                        keys,
+                        transpose_B=True,
+                        clear_accum=True,
+                        policy=rows,
                     )
                     T.wait_wgmma(0)
                     T.call_extern("void", "fq::scale_key_matrix", keys.data, factors(factor_s, i))
@@ -309,11 +333,12 @@ def build(cfg: Config) -> Any:
                         if i < STAGES:
                             load_values(v, v_s, values_full, i, row, first, ih)
                 elif tx >= 480:
-                    read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, first, ih, length)
+                    read_gates(
+                        raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, first, ih, length
+                    )
                 # Iteration j makes the factors of chunk j and then what chunk j - 1 still lacks.
                 for j in T.serial(chunks + 1):
                     if j > 0:
-                        # Factors of chunk j - 1 are this warpgroup's own work, and q and k may be read where the others may.
                         T.barrier_wait(keys_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
                         T.barrier_wait(factors_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
                         T.gemm(
@@ -398,7 +423,11 @@ def build(cfg: Config) -> Any:
                         store_panel(product, t_s[(j - 1) % STAGES, 0, 0])
                         for panel in T.unroll(K // 64):
                             T.gemm(
-                                weights_h, k_s[(j - 1) % KEY_STAGES, :, panel * 64 : (panel + 1) * 64], product, clear_accum=True, policy=rows
+                                weights_h,
+                                k_s[(j - 1) % KEY_STAGES, :, panel * 64 : (panel + 1) * 64],
+                                product,
+                                clear_accum=True,
+                                policy=rows,
                             )
                             store_panel(product, w_s[(j - 1) % STAGES, 0, panel * 64])
                         if length - (j - 1) * C < C:

@@ -277,7 +277,9 @@ def build(cfg: Config) -> Any:
                 T.copy(state, state_s)
                 T.fence_proxy_async()
                 T.sync_threads()
-                T.call_extern("void", f"fq::invert_unit_lower<{C}, {threads}>", T.access_ptr(inverse_s[0, 0], "rw", C, LD), LD, tx)
+                T.call_extern(
+                    "void", f"fq::invert_unit_lower<{C}, {threads}>", T.access_ptr(inverse_s[0, 0], "rw", C, LD), LD, tx
+                )
 
                 if iv == 0:
                     for a, b in T.Parallel(C, C):

@@ -3,9 +3,7 @@
 
 namespace fq {
 
-// L[r][c] of an s x s block at (row, col) times or into its neighbours: see invert_unit_lower.
-//
-// out(r, c) = sign * sum_m A(r, m) B(m, c) over s x s blocks, each thread PER neighbouring columns of one row of one pair.
+// PER neighbouring columns, from c on, of row r of the product of two S x S blocks.
 template <int S, int PER>
 __device__ __forceinline__ void block_product(const float* a, const float* b, int ld, int r, int c, float (&out)[PER]) {
 #pragma unroll
