@@ -131,3 +131,32 @@ def test_expressions_become_cpp():
     assert cexpr((n + 63) // 64) == "((int64_t(p.n) + 63) / 64)"
     with pytest.raises(NotImplementedError, match="no C\\+\\+ for"):
         cexpr(tvm.tirx.Max(n, n + 1))
+
+
+def test_fences_stay_inside_their_arrays():
+    from codegen.lower import _clamp_fences
+
+    source = (
+        "  float wide[64];\n"
+        "  bfloat16_t narrow[32];\n"
+        "  tl::warpgroup_fence_operand(reinterpret_cast<float*>(wide + 0), 128);\n"
+        "  tl::warpgroup_fence_operand(reinterpret_cast<uint32_t*>(narrow + 0), 32);\n"
+        "  tl::warpgroup_fence_operand(reinterpret_cast<float*>(wide + 0), 32);\n"
+    )
+    counts = [int(n) for n in re.findall(r"\+ 0\), (\d+)\)", _clamp_fences(source))]
+    assert counts == [64, 16, 32]
+
+
+@pytest.mark.skipif(not (ROOT / "csrc" / "generated" / "kernels.def").is_file(), reason="csrc/generated/ is not here")
+def test_generated_sources_fence_inside_their_arrays_and_define_nothing_twice():
+    for path in sorted((ROOT / "csrc" / "generated").glob("*.cu")):
+        source = path.read_text()
+        assert "tl_templates/cuda/debug.h" not in source
+        sizes = {
+            name: int(count) * (4 if ctype == "float" else 2) // 4
+            for ctype, name, count in re.findall(r"^ *(float|bfloat16_t|half_t) (\w+)\[(\d+)\];", source, re.MULTILINE)
+        }
+        fences = re.findall(r"warpgroup_fence_operand\(reinterpret_cast<\w+\*>\((\w+) \+ 0\), (\d+)\)", source)
+        assert fences
+        for name, count in fences:
+            assert int(count) <= sizes[name], f"{path.name}: {name}"
