@@ -1,6 +1,7 @@
 """`python -m flash_qla info`: what is installed, what is compiled, what it runs on."""
 
 import argparse
+import sys
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def _kernel_table(configs: tuple[dict[str, Any], ...]) -> Table:
     table = Table(title="Compiled kernels", title_justify="left")
     columns = list(dict.fromkeys(key for config in configs for key in config))
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "name")
     for config in configs:
         table.add_row(*(_cell(config.get(column)) for column in columns))
     return table
@@ -62,7 +63,7 @@ def _cell(value: Any) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the facts."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     info = build_info()
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(info):
