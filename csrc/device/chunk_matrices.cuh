@@ -117,21 +117,4 @@ __device__ __forceinline__ void scale_columns(float* x, const float* factors, in
   }
 }
 
-// The same for an accumulator in 16 bits, into another.
-template <typename T>
-__device__ __forceinline__ void scale_columns_16(const void* from, const float* factors, int factor, void* to) {
-  const float* column = factors + factor * kChunk + 2 * (fresh_lane() % 4);
-  const auto* x = static_cast<const uint32_t*>(from);
-  auto* out = static_cast<uint32_t*>(to);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 y = *reinterpret_cast<const float2*>(column + 8 * j);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float2 v = unpack<T>(x[2 * j + h]);
-      out[2 * j + h] = pack<T>(v.x * y.x, v.y * y.y);
-    }
-  }
-}
-
 }  // namespace fq
