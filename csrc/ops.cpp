@@ -92,7 +92,7 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarTyp
 }
 
 // A tile load needs a 16-byte aligned base and strides that are multiples of 16 bytes and not 0. Projections and packed views
-// have them; a tensor that does not is copied once.
+// have them; a tensor that does not is copied first.
 Tensor loadable(const Tensor& t) {
   bool fits = reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
   for (int i = 0; i < 3; ++i) fits = fits && (t.size(i) <= 1 || (t.stride(i) > 0 && t.stride(i) * 2 % 16 == 0));
@@ -103,13 +103,14 @@ Tensor loadable(const Tensor& t) {
 // The stride of a dimension of size 1 is never used, but the tensor map wants a legal one.
 int64_t map_stride(const Tensor& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : (t.size(3) + 7) / 8 * 8; }
 
+// No call splits a sequence yet, so auto_cp, which allows it, changes nothing and is not passed on.
 struct ForwardCall {
   const Tensor &q, &k, &v, &g, &beta;
   std::optional<double> scale;
   const std::optional<Tensor>& initial_state;
   bool output_final_state, use_qk_l2norm_in_kernel;
   const std::optional<Tensor>& cu_seqlens;
-  bool head_first, state_v_first, auto_cp;
+  bool head_first, state_v_first;
   const std::string& gate_domain;
   bool train, output_h;
 };
@@ -235,19 +236,19 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule(const Tensor& q, const Tensor&
                                                   const Tensor& beta, std::optional<double> scale,
                                                   std::optional<Tensor> initial_state, bool output_final_state,
                                                   bool use_qk_l2norm_in_kernel, std::optional<Tensor> cu_seqlens,
-                                                  bool head_first, bool state_v_first, bool auto_cp,
+                                                  bool head_first, bool state_v_first, bool /*auto_cp*/,
                                                   std::string gate_domain) {
   ForwardResult out = forward({q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-                               head_first, state_v_first, auto_cp, gate_domain, /*train=*/false, /*output_h=*/false});
+                               head_first, state_v_first, gate_domain, /*train=*/false, /*output_h=*/false});
   return {out.o, out.final_state};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta, std::optional<double> scale,
     std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool output_final_state, bool output_h,
-    bool use_qk_l2norm_in_kernel, bool state_v_first, bool auto_cp, std::string gate_domain) {
+    bool use_qk_l2norm_in_kernel, bool state_v_first, bool /*auto_cp*/, std::string gate_domain) {
   ForwardResult out = forward({q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-                               /*head_first=*/false, state_v_first, auto_cp, gate_domain, /*train=*/true, output_h});
+                               /*head_first=*/false, state_v_first, gate_domain, /*train=*/true, output_h});
   return {out.g_out, out.A, out.o, out.h, out.final_state};
 }
 

@@ -51,7 +51,6 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const std::vector<Kernel
   // Two kernels share the forward pass: one keeps what the backward pass reads, the other, faster one keeps nothing.
   const char* wanted = problem.train ? "chunk_fwd_train" : "chunk_fwd";
   ForwardPlan plan;
-  plan.max_chunks = ceil_div(problem.tokens, kChunkTokens);
   double best = std::numeric_limits<double>::infinity();
   for (size_t i = 0; i < kernels.size(); ++i) {
     const KernelInfo& kernel = kernels[i];

@@ -42,9 +42,8 @@ struct ForwardProblem {
 };
 
 struct ForwardPlan {
-  int kernel = -1;         // index into built_kernels()
-  int64_t grid = 0;        // thread blocks; 0 when there is nothing to launch
-  int64_t max_chunks = 0;  // upper bound of the chunks of one sequence, known without reading cu_seqlens
+  int kernel = -1;   // index into built_kernels()
+  int64_t grid = 0;  // thread blocks
 };
 
 // Rows of the chunk-start states h: exact for dense batches, an upper bound for packed ones (sum of ceil(len / 64) over N

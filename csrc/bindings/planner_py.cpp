@@ -54,7 +54,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         out["kernel"] = built_kernels()[plan.kernel].name;
         out["block_v"] = built_kernels()[plan.kernel].block_v;
         out["grid"] = plan.grid;
-        out["max_chunks"] = plan.max_chunks;
         return out;
       },
       py::kw_only(), py::arg("batch"), py::arg("tokens"), py::arg("sequences"), py::arg("heads_v"), py::arg("k"), py::arg("v"),
