@@ -14,9 +14,8 @@ Roles, by warpgroup of 128 threads:
 
     0, 1   the state, as S^T in registers, 64 rows of V each: N^T = V^T T^T - S^T W^T, O^T = S^T Q^T + N^T P^T,
            S'^T = S^T + N^T K. Everything that depends on the state stays in registers; N and S are register operands.
-    2      K K^T and the gated inverse G o A, one chunk ahead.
-    3      Q K^T, and from it and the inverse P, T and W; before that the norms of q and k. One of its warps loads the tiles, one
-           prepares the gates.
+    2, 3   what does not depend on the state: K K^T and its gated inverse, T, W and P. One takes the even chunks, the other the odd
+           ones, so that the waits of one are the work of the other. Of each, one warp loads tiles and one prepares the gates.
 
 The l2 normalisation of q and k never touches the tiles: with r the reciprocal norms of the rows, the products above take r as
 fp32 factors of their rows or columns.
@@ -40,26 +39,22 @@ PRELUDE = """
 #include "device/gates.cuh"
 #include "device/sequence.cuh"
 #include "device/tiles.cuh"
-#include "device/triangular_mma.cuh"
+#include "device/wgmma.cuh"
 """
 
 # Indices into the vectors of fq::Factor in device/gates.cuh, and how many there are.
-CUMULATIVE, OUTPUT_DECAY, STATE_DECAY, FACTORS = 0, 5, 6, 9
-SCRATCH = 1280  # floats that the inverse needs beside its matrix
+OUTPUT_DECAY, STATE_DECAY, FACTORS = 7, 8, 9
+INVERSE_FLOATS = 3200  # kBlocks * kBlockFloats in device/triangular_mma.cuh
 
 CUDA_DTYPES = {"bf16": "__nv_bfloat16", "fp16": "__half"}
 
 # Of the 512 that a thread of each warpgroup has together. The state needs most; ptxas decides whether it fits (docs/design-notes.md).
-STATE_REGISTERS = 160
-INVERSE_REGISTERS = 80
-PRODUCT_REGISTERS = 112
-# Chunks in flight: the keys and queries of a chunk are read before the state needs them.
-KEY_STAGES = 3
+STATE_REGISTERS = 168
+AUXILIARY_REGISTERS = 88
+# Chunks in flight. The keys of a chunk are read long before the state needs them, and its gates with them; everything else has the
+# stage of its warpgroup.
+KEY_STAGES = 4
 STAGES = 2
-# Named barriers of one warpgroup each; the state's warpgroups have the two from OUTPUT_BARRIER on.
-INVERSE_BARRIER = 2
-PRODUCT_BARRIER = 3
-OUTPUT_BARRIER = 4
 
 
 def build(cfg: Config) -> Any:
@@ -68,7 +63,6 @@ def build(cfg: Config) -> Any:
     C = CHUNK
     dtype = cfg.tile_dtype
     acc = "float32"
-    LD = C + 4  # keeps rows of the fp32 tile 16-byte aligned and on different banks
     rows = T.GemmWarpPolicy.FullRow
     cuda_dtype = CUDA_DTYPES[cfg.dtype]
 
@@ -80,22 +74,26 @@ def build(cfg: Config) -> Any:
     v_sb, v_st, v_sh = (T.dynamic(f"v_s{x}", "int64") for x in "bth")
     s_sn, s_sh, s_sk, s_sv = (T.dynamic(f"s_s{x}", "int64") for x in "nhkv")
 
-    def exp2(x):
-        return T.call_extern("float32", "fq::exp2_fast", x)
+    def fresh(x):
+        return T.call_extern("int32", "fq::fresh", x)
 
     def offset(row, token, head, stride_b, stride_t, stride_h):
         return T.int64(row) * stride_b + T.int64(token) * stride_t + T.int64(head) * stride_h
 
-    def factors(factor_s, i):
-        return T.access_ptr(factor_s[i % KEY_STAGES, 0, 0], "r", 1, FACTORS, C)
+    def extern(name, *args):
+        return T.call_extern("void", f"fq::{name}", *args)
 
-    def store_panel(fragment, panel):
-        return T.call_extern("void", f"fq::store_panel<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
+    def factors(factor_s, i, mode="r"):
+        return T.access_ptr(factor_s[i % KEY_STAGES, 0, 0], mode, 1, FACTORS, C)
+
+    def tile(tile_s, i):
+        return T.access_ptr(tile_s[i % KEY_STAGES, 0, 0], "r", 1, C, K)
+
+    def blocks(inverse_s, w):
+        return T.access_ptr(inverse_s[w, 0], "rw", 1, INVERSE_FLOATS)
 
     def store_panel_transposed(fragment, panel):
-        return T.call_extern(
-            "void", f"fq::store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64)
-        )
+        return extern(f"store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
 
     def read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, token, head, valid):
         return T.call_extern(
@@ -104,32 +102,45 @@ def build(cfg: Config) -> Any:
             raw.data,
             T.access_ptr(g[0], "r"),
             g_code,
-            offset(row, token, head, g_sb, g_st, g_sh),
+            offset(fresh(row), fresh(token), fresh(head), g_sb, g_st, g_sh),
             g_st,
             T.access_ptr(beta[0], "r"),
             beta_code,
-            offset(row, token, head, beta_sb, beta_st, beta_sh),
+            offset(fresh(row), fresh(token), fresh(head), beta_sb, beta_st, beta_sh),
             beta_st,
             valid,
         )
 
     def zero_tail(tile, columns, valid):
-        return T.call_extern("void", f"fq::zero_tail<{columns // 64}>", T.access_ptr(tile, "w", 1, C, columns), valid)
+        return extern(f"zero_tail<{columns // 64}>", T.access_ptr(tile, "w", 1, C, columns), valid)
 
     @T.macro
     def load_keys(q, k, q_s, k_s, keys_full, i, row, first, hk):
+        stage = i % KEY_STAGES
         T.tma_copy(
-            k[row, first + i * C : first + (i + 1) * C, hk, 0:K], k_s[i % KEY_STAGES, :, :], barrier=keys_full[i % KEY_STAGES]
+            k[row, first + i * C : first + (i + 1) * C, hk, 0:K],
+            k_s[stage, :, :],
+            barrier=keys_full[stage],
+            leader_scope_threads=32,
         )
         T.tma_copy(
-            q[row, first + i * C : first + (i + 1) * C, hk, 0:K], q_s[i % KEY_STAGES, :, :], barrier=keys_full[i % KEY_STAGES]
+            q[row, first + i * C : first + (i + 1) * C, hk, 0:K],
+            q_s[stage, :, :],
+            barrier=keys_full[stage],
+            leader_scope_threads=32,
         )
-        T.barrier_arrive(keys_full[i % KEY_STAGES])
+        T.barrier_arrive(keys_full[stage])
 
     @T.macro
     def load_values(v, v_s, values_full, i, row, first, ih):
-        T.tma_copy(v[row, first + i * C : first + (i + 1) * C, ih, 0:V], v_s[i % STAGES, :, :], barrier=values_full[i % STAGES])
-        T.barrier_arrive(values_full[i % STAGES])
+        stage = i % STAGES
+        T.tma_copy(
+            v[row, first + i * C : first + (i + 1) * C, ih, 0:V],
+            v_s[stage, :, :],
+            barrier=values_full[stage],
+            leader_scope_threads=32,
+        )
+        T.barrier_arrive(values_full[stage])
 
     @T.prim_func
     def kernel(
@@ -170,20 +181,14 @@ def build(cfg: Config) -> Any:
             v_s = T.alloc_shared((STAGES, C, V), dtype)
             t_s = T.alloc_shared((STAGES, C, C), dtype)
             p_s = T.alloc_shared((STAGES, C, C), dtype)
-            w_s = T.alloc_shared((STAGES, C, K), dtype)
-            l_s = T.alloc_shared((C, LD), acc)
-            # Vectors of per-token factors (device/gates.cuh has their list), and the reciprocal norms of q and k.
+            inverse_s = T.alloc_shared((2, INVERSE_FLOATS), acc)
+            # Vectors of per-token factors (device/gates.cuh has their list).
             factor_s = T.alloc_shared((KEY_STAGES, FACTORS, C), acc)
-            norm_s = T.alloc_shared((2, C), acc)
-            scratch_s = T.alloc_shared((SCRATCH,), acc)
 
-            keys_full = T.alloc_barrier([32] * KEY_STAGES)  # q and k have arrived
+            keys_full = T.alloc_barrier([32] * KEY_STAGES)  # have arrived
             values_full = T.alloc_barrier([32] * STAGES)
-            factors_full = T.alloc_barrier([128] * KEY_STAGES)  # and a last chunk's q and k end in zeros
-            inverse_full = T.alloc_barrier([128])
-            inverse_free = T.alloc_barrier([128])
-            ready = T.alloc_barrier([128] * STAGES)  # all that the state needs of a chunk
-            keys_free = T.alloc_barrier([256] * KEY_STAGES)  # the state has done with the chunk, but for its output
+            ready = T.alloc_barrier([128] * STAGES)  # all that the state needs of a chunk, but for its values
+            done = T.alloc_barrier([256] * KEY_STAGES)  # the state has done with the chunk, but for its output
             values_free = T.alloc_barrier([64] * STAGES)  # the output has left its buffer
 
             tx = T.get_thread_binding()
@@ -229,6 +234,20 @@ def build(cfg: Config) -> Any:
                         state_h[a, b] = state[a, b]
                     T.barrier_wait(values_full[i % STAGES], (i // STAGES) % 2)
                     T.barrier_wait(ready[i % STAGES], (i // STAGES) % 2)
+                    T.wgmma_gemm(state_h, k_s[i % KEY_STAGES, :, :], values, transpose_B=True, clear_accum=True, policy=rows)
+                    if i > 0:
+                        if tx % 128 < 32:
+                            T.tma_store_wait(0)
+                            T.barrier_arrive(values_free[(i - 1) % STAGES])
+                    T.wait_wgmma(0)
+                    extern(
+                        f"subtract_from_values<{cuda_dtype}>",
+                        T.access_ptr(v_s[i % STAGES, 0, tx // 128 * 64], "rw", 1, C, 64),
+                        values.data,
+                        factors(factor_s, i),
+                    )
+                    T.fence_proxy_async()
+                    extern("warpgroup_sync")
                     T.wgmma_gemm(
                         v_s[i % STAGES, :, :],
                         t_s[i % STAGES, :, :],
@@ -238,19 +257,14 @@ def build(cfg: Config) -> Any:
                         clear_accum=True,
                         policy=rows,
                     )
-                    T.wgmma_gemm(state_h, w_s[i % STAGES, :, :], values, transpose_B=True, policy=rows)
-                    if i > 0:
-                        if tx % 128 < 32:
-                            T.tma_store_wait(0)
-                            T.barrier_arrive(values_free[(i - 1) % STAGES])
                     T.wait_wgmma(0)
                     for a, b in T.Parallel(V, C):
                         values_h[a, b] = values[a, b]
                     T.wgmma_gemm(state_h, q_s[i % KEY_STAGES, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
                     for a, b in T.Parallel(V, K):
-                        state[a, b] *= exp2(factor_s[i % KEY_STAGES, CUMULATIVE, C - 1])
+                        state[a, b] *= T.call_extern("float32", "fq::chunk_total", i % KEY_STAGES)
                     T.wait_wgmma(0)
-                    T.call_extern("void", "fq::scale_columns", out.data, factors(factor_s, i), OUTPUT_DECAY)
+                    extern("scale_columns", out.data, factors(factor_s, i), OUTPUT_DECAY)
                     T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
                     # No registers are left to keep the new values in fp32 as well, so their decayed copy starts from the rounded ones.
                     for a, b in T.Parallel(V, C):
@@ -261,8 +275,8 @@ def build(cfg: Config) -> Any:
                     store_panel_transposed(out, v_s[i % STAGES, 0, tx // 128 * 64])
                     T.fence_proxy_async()
                     T.wait_wgmma(0)
-                    T.barrier_arrive(keys_free[i % KEY_STAGES])
-                    T.sync_threads(OUTPUT_BARRIER + tx // 128, 128)
+                    T.barrier_arrive(done[i % KEY_STAGES])
+                    extern("warpgroup_sync")
                     if tx % 128 < 32:
                         if length - i * C >= C:
                             if tx < 128:
@@ -293,148 +307,78 @@ def build(cfg: Config) -> Any:
                 if write_final != 0:
                     for a, b in T.Parallel(V, K):
                         final_state[n, ih, b, a] = state[a, b]
-            elif tx < 384:
-                T.set_max_nreg(INVERSE_REGISTERS, 0)
-                keys = T.alloc_fragment((C, C), acc)
-                for i in T.serial(chunks):
-                    T.barrier_wait(keys_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
-                    T.barrier_wait(factors_full[i % KEY_STAGES], (i // KEY_STAGES) % 2)
-                    T.wgmma_gemm(
-                        k_s[i % KEY_STAGES, :, :],
-                        k_s[i % KEY_STAGES, :, :],
-                        keys,
-                        transpose_B=True,
-                        clear_accum=True,
-                        policy=rows,
-                    )
-                    T.wait_wgmma(0)
-                    T.call_extern("void", "fq::scale_key_matrix", keys.data, factors(factor_s, i))
-                    if i > 0:
-                        T.barrier_wait(inverse_free[0], (i - 1) % 2)
-                    T.call_extern("void", "fq::store_key_matrix", keys.data, T.access_ptr(l_s[0, 0], "w", C, LD), LD)
-                    T.sync_threads(INVERSE_BARRIER, 128)
-                    T.call_extern(
-                        "void",
-                        f"fq::invert_unit_lower_mma<{INVERSE_BARRIER}>",
-                        T.access_ptr(l_s[0, 0], "rw", C, LD),
-                        LD,
-                        T.access_ptr(scratch_s[0], "w"),
-                    )
-                    T.barrier_arrive(inverse_full[0])
             else:
-                T.set_max_nreg(PRODUCT_REGISTERS, 0)
-                product = T.alloc_fragment((C, C), acc)
-                weights_h = T.alloc_fragment((C, C), dtype)
-                raw = T.alloc_local((4,), acc)  # gates and betas of two tokens a lane, read a chunk ahead
+                T.set_max_nreg(AUXILIARY_REGISTERS, 0)
+                w = T.alloc_var("int32")  # which of the two, and the stage of its chunks
+                j = T.alloc_var("int32")
+                w = T.truncdiv(tx, 128) - 2
+                product = T.alloc_local((32,), acc)
+                attention = T.alloc_local((16,), "uint32")  # P, until there is room for it
+                raw = T.alloc_local((4,), acc)  # gates and betas of two tokens a lane, read an iteration ahead
                 T.clear(raw)
-                if tx < 416:
-                    for i in T.serial(T.min(chunks, KEY_STAGES)):
-                        load_keys(q, k, q_s, k_s, keys_full, i, row, first, hk)
-                        if i < STAGES:
-                            load_values(v, v_s, values_full, i, row, first, ih)
-                elif tx >= 480:
+                if tx % 128 >= 96:
+                    if chunks > w:
+                        load_keys(q, k, q_s, k_s, keys_full, w, row, first, hk)
+                        load_values(v, v_s, values_full, w, row, first, ih)
+                    if chunks > w + 2:
+                        load_keys(q, k, q_s, k_s, keys_full, w + 2, row, first, hk)
+                elif tx % 128 < 32:
                     read_gates(
-                        raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, first, ih, length
-                    )
-                # Iteration j makes the factors of chunk j and then what chunk j - 1 still lacks.
-                for j in T.serial(chunks + 1):
-                    if j > 0:
-                        T.barrier_wait(keys_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
-                        T.barrier_wait(factors_full[(j - 1) % KEY_STAGES], ((j - 1) // KEY_STAGES) % 2)
-                        T.gemm(
-                            q_s[(j - 1) % KEY_STAGES, :, :],
-                            k_s[(j - 1) % KEY_STAGES, :, :],
-                            product,
-                            transpose_B=True,
-                            clear_accum=True,
-                            policy=rows,
-                        )
-                        T.call_extern("void", "fq::scale_query_matrix", product.data, factors(factor_s, j - 1))
-                        # P, T and W of two chunks ago have been read, and that chunk's tiles too.
-                        if j > STAGES:
-                            T.barrier_wait(keys_free[(j - 1 - STAGES) % KEY_STAGES], ((j - 1 - STAGES) // KEY_STAGES) % 2)
-                            if tx < 416:
-                                if j < chunks:
-                                    load_keys(q, k, q_s, k_s, keys_full, j, row, first, hk)
-                                T.barrier_wait(values_free[(j - 1) % STAGES], ((j - 1) // STAGES - 1) % 2)
-                                load_values(v, v_s, values_full, j - 1, row, first, ih)
-                        store_panel(product, p_s[(j - 1) % STAGES, 0, 0])
-                    if j < chunks:
-                        # Rows past the end belong to the next sequence or to nobody: whatever they hold, NaN too, may not enter a
-                        # sum.
-                        if length - j * C < C:
-                            T.barrier_wait(keys_full[j % KEY_STAGES], (j // KEY_STAGES) % 2)
-                            zero_tail(q_s[j % KEY_STAGES, 0, 0], K, length - j * C)
-                            zero_tail(k_s[j % KEY_STAGES, 0, 0], K, length - j * C)
-                            T.fence_proxy_async()
-                            T.sync_threads(PRODUCT_BARRIER, 128)
-                        if l2norm != 0:
-                            T.barrier_wait(keys_full[j % KEY_STAGES], (j // KEY_STAGES) % 2)
-                            T.call_extern(
-                                "void",
-                                f"fq::row_norms<{cuda_dtype}, {K // 64}>",
-                                T.access_ptr(q_s[j % KEY_STAGES, 0, 0], "r", 1, C, K),
-                                T.access_ptr(k_s[j % KEY_STAGES, 0, 0], "r", 1, C, K),
-                                T.access_ptr(norm_s[0, 0], "w", 2, C),
-                            )
-                            T.sync_threads(PRODUCT_BARRIER, 128)
-                        if tx >= 480:
-                            T.call_extern(
-                                "void",
-                                "fq::chunk_factors",
-                                raw.data,
-                                linear_gate,
-                                length - j * C,
-                                scale,
-                                l2norm,
-                                T.access_ptr(norm_s[0, 0], "r", 2, C),
-                                T.access_ptr(factor_s[j % KEY_STAGES, 0, 0], "w", 1, FACTORS, C),
-                            )
-                            read_gates(
-                                raw,
-                                g,
-                                g_code,
-                                g_sb,
-                                g_st,
-                                g_sh,
-                                beta,
-                                beta_code,
-                                beta_sb,
-                                beta_st,
-                                beta_sh,
-                                row,
-                                first + (j + 1) * C,
-                                ih,
-                                length - (j + 1) * C,
-                            )
-                        T.barrier_arrive(factors_full[j % KEY_STAGES])
-                    if j > 0:
-                        T.barrier_wait(inverse_full[0], (j - 1) % 2)
-                        T.call_extern(
-                            "void",
-                            f"fq::load_inverse<{cuda_dtype}>",
-                            T.access_ptr(l_s[0, 0], "r", C, LD),
-                            LD,
-                            factors(factor_s, j - 1),
-                            weights_h.data,
-                            product.data,
-                        )
-                        T.barrier_arrive(inverse_free[0])
-                        store_panel(product, t_s[(j - 1) % STAGES, 0, 0])
-                        for panel in T.unroll(K // 64):
-                            T.gemm(
-                                weights_h,
-                                k_s[(j - 1) % KEY_STAGES, :, panel * 64 : (panel + 1) * 64],
-                                product,
-                                clear_accum=True,
-                                policy=rows,
-                            )
-                            store_panel(product, w_s[(j - 1) % STAGES, 0, panel * 64])
-                        if length - (j - 1) * C < C:
-                            T.barrier_wait(values_full[(j - 1) % STAGES], ((j - 1) // STAGES) % 2)
-                            zero_tail(v_s[(j - 1) % STAGES, 0, 0], V, length - (j - 1) * C)
+                        raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh,
+                        row, first + w * C, ih, length - w * C,
+                    )  # fmt: skip
+                for i in T.serial(T.truncdiv(fresh(chunks) + 1 - w, 2)):
+                    w = fresh(w)
+                    j = 2 * i + w
+                    if tx % 128 < 32:
+                        extern("sum_gates", raw.data, linear_gate, fresh(length) - j * C)
+                        extern("put_factors", raw.data, scale, factors(factor_s, j, "w"), j % KEY_STAGES)
+                    T.barrier_wait(keys_full[j % KEY_STAGES], (j // KEY_STAGES) % 2)
+                    # Rows past the end belong to the next sequence or to nobody: whatever they hold, NaN too, may not enter a sum.
+                    if fresh(length) - j * C < C:
+                        zero_tail(q_s[j % KEY_STAGES, 0, 0], K, length - j * C)
+                        zero_tail(k_s[j % KEY_STAGES, 0, 0], K, length - j * C)
                         T.fence_proxy_async()
-                        T.barrier_arrive(ready[(j - 1) % STAGES])
+                    # Also: the factors are there, and the blocks of the last inverse have been read.
+                    extern("warpgroup_sync")
+                    if l2norm != 0:
+                        extern(f"apply_norms<{cuda_dtype}, {K // 64}>", tile(q_s, j), tile(k_s, j), factors(factor_s, j, "rw"))
+                        extern("warpgroup_sync")
+                    extern(f"multiply_tiles<{cuda_dtype}, {K}>", product.data, tile(k_s, j), tile(k_s, j))
+                    if tx % 128 < 32:
+                        read_gates(
+                            raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh,
+                            row, first + (j + 2) * C, ih, fresh(length) - (j + 2) * C,
+                        )  # fmt: skip
+                    extern("products_wait<0, 32>", product.data)
+                    extern("gate_keys", product.data, factors(factor_s, j), blocks(inverse_s, w))
+                    extern("warpgroup_sync")
+                    extern(f"multiply_tiles<{cuda_dtype}, {K}>", product.data, tile(q_s, j), tile(k_s, j))
+                    if tx % 128 < 64:
+                        extern("invert_halves", blocks(inverse_s, w))
+                    extern("products_wait<0, 32>", product.data)
+                    extern(f"gate_queries<{cuda_dtype}>", product.data, factors(factor_s, j), attention.data)
+                    # The state has done with the chunk before the last: there is room for T and P, and for tiles to come.
+                    if tx % 128 >= 64 and tx % 128 < 96:
+                        if j >= STAGES:
+                            T.barrier_wait(done[(j - STAGES) % KEY_STAGES], ((j - STAGES) // KEY_STAGES) % 2)
+                            if j + STAGES < chunks:
+                                load_keys(q, k, q_s, k_s, keys_full, j + STAGES, row, first, hk)
+                            T.barrier_wait(values_free[w], (i - 1) % 2)
+                            load_values(v, v_s, values_full, j, row, first, ih)
+                    extern("warpgroup_sync")
+                    extern("store_packed", attention.data, T.access_ptr(p_s[w, 0, 0], "w", 1, C, C))
+                    extern(
+                        f"store_inverse<{cuda_dtype}>",
+                        blocks(inverse_s, w),
+                        factors(factor_s, j),
+                        T.access_ptr(t_s[w, 0, 0], "w", 1, C, C),
+                    )
+                    if fresh(length) - j * C < C:
+                        T.barrier_wait(values_full[w], i % 2)
+                        zero_tail(v_s[w, 0, 0], V, length - j * C)
+                    T.fence_proxy_async()
+                    T.barrier_arrive(ready[w])
 
                 # Rows outside every sequence are zero: the sequences share them out.
                 T.call_extern(
@@ -442,14 +386,14 @@ def build(cfg: Config) -> Any:
                     "fq::zero_outside",
                     T.access_ptr(cu_seqlens[0], "r"),
                     cu_code,
-                    n,
+                    T.truncdiv(T.call_extern("int32", "fq::fresh_block"), heads_v),
                     sequences,
                     tokens,
                     T.access_ptr(o[0, 0, ih, 0], "w"),
                     V * 2,
                     T.int64(heads_v) * (V * 2),
-                    tx - 384,
-                    128,
+                    tx - 256,
+                    256,
                 )
 
     return kernel

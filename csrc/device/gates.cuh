@@ -54,12 +54,20 @@ enum Factor : int {
   kBeta,           // beta
   kBetaKey,        // beta rk
   kQueryScale,     // scale rq
+  kBlockDecay,     // rk e^(c_m - c), m the last token of the same block of 16
+  kKeyDecay,       // rk e^c
   kOutputDecay,    // scale rq e^c
   kStateDecay,     // rk e^(c_C - c)
-  kKeyWeight,      // -beta rk e^c
-  kBlockDecay,     // rk e^(c_m - c), m the last token of the same block of 16
   kFactors
 };
+
+// The decay e^(c_C) of each chunk in flight.
+__device__ __forceinline__ float* chunk_totals() {
+  __shared__ float totals[4];
+  return totals;
+}
+
+__device__ __forceinline__ float chunk_total(int stage) { return chunk_totals()[stage]; }
 
 // Called by one whole warp: gate and beta of tokens 2 lane and 2 lane + 1, as they are stored; 0 from `valid` on. Nothing
 // waits for the loads here: the values are used a chunk later.
@@ -75,9 +83,8 @@ __device__ __forceinline__ void read_gates(float* raw, const void* g, int g_code
   }
 }
 
-// Called by one whole warp, with what read_gates gave and the norms rq, rk (kChunk floats each) in place where normalise is set.
-__device__ __forceinline__ void chunk_factors(const float* raw, int linear, int valid, float scale, int normalise,
-                                              const float* norms, float* factors) {
+// Called by one whole warp: turns the gates that read_gates gave into their inclusive sum in base 2.
+__device__ __forceinline__ void sum_gates(float* raw, int linear, int valid) {
   const int lane = fresh_lane();
   float decay[2];
 #pragma unroll
@@ -91,30 +98,45 @@ __device__ __forceinline__ void chunk_factors(const float* raw, int linear, int 
     const float below = __shfl_up_sync(0xffffffffu, sum, d);
     if (lane >= d) sum += below;
   }
-  const float total = __shfl_sync(0xffffffffu, sum, 31);
-  const float2 c = make_float2(sum - decay[1], sum);
-  float2 b = make_float2(raw[2], raw[3]), q = make_float2(1.0f, 1.0f), k = q, y = c;
-  if (normalise) {
-    q = reinterpret_cast<const float2*>(norms)[lane];
-    k = reinterpret_cast<const float2*>(norms + kChunk)[lane];
-    y = make_float2(c.x - __log2f(k.x), c.y - __log2f(k.y));
-  }
+  raw[0] = sum - decay[1];
+  raw[1] = sum;
+}
+
+// Called by one whole warp with what sum_gates left: the factors of rows that are normalised already, and the decay of the chunk.
+__device__ __forceinline__ void put_factors(const float* raw, float scale, float* factors, int stage) {
+  const int lane = fresh_lane();
+  const float2 c = make_float2(raw[0], raw[1]), e = make_float2(exp2_fast(c.x), exp2_fast(c.y));
+  const float last = __shfl_sync(0xffffffffu, c.y, 31), block_last = __shfl_sync(0xffffffffu, c.y, lane | 7);
   const auto put = [&](int factor, float x, float y) {
     reinterpret_cast<float2*>(factors + factor * kChunk)[lane] = make_float2(x, y);
   };
   put(kCumulative, c.x, c.y);
-  put(kKeyCumulative, y.x, y.y);
-  put(kBeta, b.x, b.y);
-  put(kStateDecay, exp2_fast(total - y.x), exp2_fast(total - y.y));
-  b.x *= k.x, b.y *= k.y;
-  put(kBetaKey, b.x, b.y);
-  q.x *= scale, q.y *= scale;
-  put(kQueryScale, q.x, q.y);
-  const float2 e = make_float2(exp2_fast(c.x), exp2_fast(c.y));
-  put(kOutputDecay, q.x * e.x, q.y * e.y);
-  put(kKeyWeight, -b.x * e.x, -b.y * e.y);
-  const float last = __shfl_sync(0xffffffffu, sum, lane | 7);
-  put(kBlockDecay, exp2_fast(last - y.x), exp2_fast(last - y.y));
+  put(kKeyCumulative, c.x, c.y);
+  put(kBeta, raw[2], raw[3]);
+  put(kBetaKey, raw[2], raw[3]);
+  put(kQueryScale, scale, scale);
+  put(kBlockDecay, exp2_fast(block_last - c.x), exp2_fast(block_last - c.y));
+  put(kKeyDecay, e.x, e.y);
+  put(kOutputDecay, scale * e.x, scale * e.y);
+  put(kStateDecay, exp2_fast(last - c.x), exp2_fast(last - c.y));
+  if (lane == 31) chunk_totals()[stage] = e.y;
+}
+
+// Called by the 128 threads of a warpgroup after put_factors: brings in the reciprocal norms of the rows of q and k.
+template <typename T, int Panels>
+__device__ __forceinline__ void apply_norms(const void* q, const void* k, float* factors) {
+  const float rq = row_norm<T, Panels>(q), rk = row_norm<T, Panels>(k);
+  const uint32_t lane = fresh_lane();
+  if (lane % 2 == 0) {
+    float* f = factors + 16 * fresh_warp() + lane / 2;
+    f[kKeyCumulative * kChunk] -= __log2f(rk);
+    f[kBetaKey * kChunk] *= rk;
+    f[kBlockDecay * kChunk] *= rk;
+    f[kKeyDecay * kChunk] *= rk;
+    f[kStateDecay * kChunk] *= rk;
+    f[kQueryScale * kChunk] *= rq;
+    f[kOutputDecay * kChunk] *= rq;
+  }
 }
 
 // Called by one whole warp: the gate of a chunk as fp32 natural-log decay, rows `out_stride` apart.

@@ -13,8 +13,8 @@ namespace fq {
 // Element `offset` of a fp32, bf16 or fp16 tensor. The code is uniform over the grid, so the branches do not diverge.
 __device__ __forceinline__ float load_number(const void* base, int code, int64_t offset) {
   if (code == kFloat32) return static_cast<const float*>(base)[offset];
-  if (code == kBFloat16) return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[offset]);
-  return __half2float(static_cast<const __half*>(base)[offset]);
+  const uint16_t bits = static_cast<const uint16_t*>(base)[offset];
+  return code == kBFloat16 ? __uint_as_float(uint32_t(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
 // 2^x in one instruction; every exponent of these kernels is <= 0, and what underflows is meant to be 0.

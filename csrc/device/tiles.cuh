@@ -12,19 +12,28 @@ namespace fq {
 // Byte offset of the 16-byte piece that holds columns 8 * piece .. 8 * piece + 7 of a row of a panel.
 __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t piece) { return row * 128 + ((piece ^ (row % 8)) * 16); }
 
-// The lane, read anew at each use. Addresses derived from threadIdx are invariant, and the compiler keeps them in registers over
-// the whole loop of a role; these kernels have none to spare, and working an address out again is cheap.
-__device__ __forceinline__ uint32_t fresh_lane() {
-  uint32_t lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
+// A loop invariant from which nothing may be worked out ahead of time. Addresses derived from invariants are invariant too, and the
+// compiler keeps them in registers over the whole loop of a role; these kernels have none to spare, and working an address out
+// again is cheap.
+__device__ __forceinline__ int fresh(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
-// The warp's index in its warpgroup, likewise.
-__device__ __forceinline__ uint32_t fresh_warp() {
-  uint32_t tid;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-  return tid / 32 % 4;
+// The block's index, read anew.
+__device__ __forceinline__ int fresh_block() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
+// The lane, and the warp's index in its warpgroup, as such invariants.
+__device__ __forceinline__ uint32_t fresh_lane() { return static_cast<uint32_t>(fresh(threadIdx.x)) % 32; }
+__device__ __forceinline__ uint32_t fresh_warp() { return static_cast<uint32_t>(fresh(threadIdx.x)) / 32 % 4; }
+
+// All threads of this warpgroup; named barriers 2 .. 5 belong to warpgroups 0 .. 3.
+__device__ __forceinline__ void warpgroup_sync() {
+  asm volatile("bar.sync %0, 128;" ::"r"(fresh(threadIdx.x) / 128 + 2) : "memory");
 }
 
 template <typename T>
@@ -40,6 +49,12 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 
+// Four 8 x 8 matrices, a register each, to shared memory: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // An accumulator of 64 rows (a warp has 16) and 64 columns, as wgmma leaves it: element 4 j + 2 h + e of a lane is row
 // 8 h + lane / 4 and column 8 j + 2 (lane % 4) + e. Stored as rows of a 64 x 64 panel, by the 128 threads of a warpgroup.
 template <typename T>
@@ -49,10 +64,8 @@ __device__ __forceinline__ void store_panel(const float* c, void* panel) {
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(panel));
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(base + swizzled(row, j + lane / 16)),
-                 "r"(pack<T>(c[4 * j], c[4 * j + 1])), "r"(pack<T>(c[4 * j + 2], c[4 * j + 3])),
-                 "r"(pack<T>(c[4 * j + 4], c[4 * j + 5])), "r"(pack<T>(c[4 * j + 6], c[4 * j + 7]))
-                 : "memory");
+    store_matrices(base + swizzled(row, j + lane / 16), pack<T>(c[4 * j], c[4 * j + 1]), pack<T>(c[4 * j + 2], c[4 * j + 3]),
+                   pack<T>(c[4 * j + 4], c[4 * j + 5]), pack<T>(c[4 * j + 6], c[4 * j + 7]));
   }
 }
 
@@ -103,23 +116,24 @@ __device__ __forceinline__ float squares(uint32_t pair) {
   return x.x * x.x + x.y * x.y;
 }
 
-// Called by the 128 threads of a warpgroup: out[0][r] = 1 / sqrt(sum of squares of row r of q + 1e-6), and out[1] that of k. A
-// thread owns a row and starts at piece `lane`, so that a warp's reads cover all banks. Rows of zeros are fine.
+// Called by the 128 threads of a warpgroup, each with two neighbouring lanes for a row: 1 / sqrt(sum of squares of row r of a
+// tile + 1e-6), where r = 16 warp + lane / 2, in both lanes. A thread starts at piece `lane`, so that a warp's reads cover all
+// banks. Rows of zeros are fine.
 template <typename T, int Panels>
-__device__ __forceinline__ void row_norms(const void* q, const void* k, float* out) {
+__device__ __forceinline__ float row_norm(const void* tile) {
   const uint32_t lane = fresh_lane(), warp = fresh_warp();
-  const uint32_t r = 32 * (warp % 2) + lane;
-  const uint4* row = static_cast<const uint4*>(warp < 2 ? q : k) + r * 8;
+  const uint4* row = static_cast<const uint4*>(tile) + (16 * warp + lane / 2) * 8;
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-  for (int panel = 0; panel < Panels; ++panel)
-#pragma unroll 4
-    for (int j = 0; j < 8; ++j) {
-      const uint4 x = row[panel * 512 + (j + lane) % 8];
-      sum[0] += squares<T>(x.x) + squares<T>(x.z);
-      sum[1] += squares<T>(x.y) + squares<T>(x.w);
-    }
-  out[warp / 2 * 64 + r] = rsqrtf(sum[0] + sum[1] + 1e-6f);
+  for (int piece = 0; piece < 4 * Panels; ++piece) {
+    const uint32_t p = Panels == 2 ? (piece + lane) % 8 : 4 * (lane % 2) + (piece + lane / 2) % 4;
+    const uint4 x = row[(Panels == 2 ? lane % 2 * 512 : 0) + p];
+    sum[0] += squares<T>(x.x) + squares<T>(x.z);
+    sum[1] += squares<T>(x.y) + squares<T>(x.w);
+  }
+  float total = sum[0] + sum[1];
+  total += __shfl_xor_sync(0xffffffffu, total, 1);
+  return rsqrtf(total + 1e-6f);
 }
 
 // Called by the 128 threads of a warpgroup: zeroes rows valid .. 63 of a tile of 64 x 64 Panels.
