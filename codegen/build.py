@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.metadata
 import json
@@ -77,12 +78,27 @@ def default_jobs() -> int:
     return int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 
 
+def _kernel_sources(kernel: str) -> list[Path]:
+    """The module of a kernel and those beside it that it imports, each once."""
+    found: list[Path] = []
+    waiting = [kernel]
+    while waiting:
+        path = ROOT / "kernels" / f"{waiting.pop()}.py"
+        if path in found:
+            continue
+        found.append(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                waiting.append(node.module)
+    return sorted(found)
+
+
 def inputs_hash(cfg: Config) -> str:
     """A digest of everything that the generated file of `cfg` depends on."""
     digest = hashlib.sha256()
     digest.update(importlib.metadata.version("tilelang").encode())
     digest.update(json.dumps(asdict(cfg), sort_keys=True).encode())
-    for path in (ROOT / "kernels" / f"{cfg.kernel}.py", ROOT / "lower.py", ROOT / "emit.py"):
+    for path in (*_kernel_sources(cfg.kernel), ROOT / "lower.py", ROOT / "emit.py"):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

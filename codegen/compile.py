@@ -23,6 +23,7 @@ LIBRARY = "libflash_qla.so"
 # The library talks to torch through the stable C interface of this release and runs on every later one.
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10
 
+DEVICE_SOURCES = ("partition.cu",)
 HOST_SOURCES = ("checks.cpp", "launch.cpp", "ops.cpp", "planner.cpp", "registry.cpp")
 
 
@@ -134,6 +135,9 @@ def _ninja(configs: list[Config], toolkit: Toolkit) -> str:
     for cfg in configs:
         objects.append(f"{cfg.name}.o")
         lines.append(f"build {cfg.name}.o: device {GENERATED / (cfg.name + '.cu')}")
+    for source in DEVICE_SOURCES:
+        objects.append(f"{source}.o")
+        lines.append(f"build {source}.o: device {CSRC / source}")
     for source in HOST_SOURCES:
         objects.append(f"{source}.o")
         lines.append(f"build {source}.o: host {CSRC / source}")

@@ -64,6 +64,7 @@ def configurations() -> tuple[Config, ...]:
         for dtype in DTYPES
         for config in (
             Config("chunk_fwd", dims.k, dims.v, dtype, dims.v),
+            Config("chunk_ends", dims.k, dims.v, dtype, dims.v),
             *(Config("chunk_fwd_train", dims.k, dims.v, dtype, block_v) for block_v in dims.block_v),
         )
     )

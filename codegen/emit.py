@@ -11,7 +11,11 @@ _DEBUG_INCLUDE = "#include <tl_templates/cuda/debug.h>\n"
 _HEADER = "// Written by `python -m codegen`. Do not edit.\n"
 
 # Which struct of csrc/kernel_params.h a kernel takes, by kernel name.
-PARAMS_STRUCT = {"chunk_fwd": "ChunkForwardParams", "chunk_fwd_train": "ChunkForwardParams"}
+PARAMS_STRUCT = {
+    "chunk_ends": "ChunkForwardParams",
+    "chunk_fwd": "ChunkForwardParams",
+    "chunk_fwd_train": "ChunkForwardParams",
+}
 
 
 def kernel_file(cfg: Config, lowered: Lowered) -> str:

@@ -17,17 +17,21 @@ struct ChunkForwardParams {
   void* cu_seqlens = nullptr;     // [sequences + 1], or null when cu_code is kDense
   void* initial_state = nullptr;  // [sequences, heads_v, K, V] by strides h0_*, dtype initial_code
   void* final_state = nullptr;    // [states, heads_v, K, V] fp32 by strides s_*, written if write_final
+  void* parts = nullptr;          // the table of csrc/partition.h if split, else null
+  void* ends = nullptr;           // [slots, 2, heads_v, K, V] fp32 if split, else null
   void* g_out = nullptr;          // chunk_fwd_train: [batch, tokens, heads_v] fp32
   void* a_out = nullptr;          // chunk_fwd_train: [batch, tokens, heads_v, 64]
   void* h_out = nullptr;          // chunk_fwd_train: [h_rows, heads_v, K, V], written if write_h
 
   int64_t batch = 0, tokens = 0, heads_k = 0, heads_v = 0;
   int64_t sequences = 0, states = 0, h_rows = 0;
-  int64_t group = 1;  // heads_v / heads_k
+  int64_t part_count = 0;  // parts of sequences, rows of the table; sequences if not split
+  int64_t slots = 0;       // parts whose end another part starts from
+  int64_t group = 1;       // heads_v / heads_k
   float scale = 1.0f;
 
   int g_code = 0, beta_code = 0, cu_code = 0, initial_code = 0;
-  int linear_gate = 0, l2norm = 0, write_final = 0, write_h = 0;
+  int linear_gate = 0, l2norm = 0, write_final = 0, write_h = 0, split = 0;
 
   int64_t q_sb = 0, q_st = 0, q_sh = 0;
   int64_t k_sb = 0, k_st = 0, k_sh = 0;

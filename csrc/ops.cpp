@@ -14,6 +14,7 @@
 #include "checks.h"
 #include "device/codes.h"
 #include "launch.h"
+#include "partition_kernels.h"
 #include "planner.h"
 #include "registry.h"
 
@@ -103,14 +104,13 @@ Tensor loadable(const Tensor& t) {
 // The stride of a dimension of size 1 is never used, but the tensor map wants a legal one.
 int64_t map_stride(const Tensor& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : (t.size(3) + 7) / 8 * 8; }
 
-// No call splits a sequence yet, so auto_cp, which allows it, changes nothing and is not passed on.
 struct ForwardCall {
   const Tensor &q, &k, &v, &g, &beta;
   std::optional<double> scale;
   const std::optional<Tensor>& initial_state;
   bool output_final_state, use_qk_l2norm_in_kernel;
   const std::optional<Tensor>& cu_seqlens;
-  bool head_first, state_v_first;
+  bool head_first, state_v_first, auto_cp;
   const std::string& gate_domain;
   bool train, output_h;
 };
@@ -176,7 +176,7 @@ ForwardResult forward(const ForwardCall& call) {
     return out;
   }
 
-  ForwardProblem problem{B, T, N, H_v, K, V, to_dtype(dtype), varlen, call.train, facts.multiprocessors};
+  ForwardProblem problem{B, T, N, H_v, K, V, to_dtype(dtype), varlen, call.train, facts.multiprocessors, call.auto_cp};
   const ForwardPlan plan = plan_forward(problem, built_kernels());
 
   const Tensor q = loadable(call.q), k = loadable(call.k), v = loadable(call.v);
@@ -228,7 +228,32 @@ ForwardResult forward(const ForwardCall& call) {
     p.h_rows = B * h_rows;
     p.write_h = call.output_h;
   }
-  forward_launcher(plan.kernel)(p, current_stream(device));
+  const cudaStream_t stream = current_stream(device);
+  p.part_count = plan.part_count;
+  Tensor table, ends;
+  if (plan.ends_kernel >= 0) {
+    table = empty(call.q, {4 * plan.part_count + 2 * plan.slots}, ScalarType::Int);
+    ends = empty(call.q, {plan.slots, 2, H_v, K, V}, ScalarType::Float);
+    p.split = 1;
+    p.slots = plan.slots;
+    p.parts = table.data_ptr();
+    p.ends = ends.data_ptr();
+    PartitionParams split;
+    split.cu_seqlens = p.cu_seqlens;
+    split.cu_code = p.cu_code;
+    split.sequences = static_cast<int>(N);
+    split.tokens = static_cast<int>(T);
+    split.heads = static_cast<int>(H_v);
+    split.multiprocessors = facts.multiprocessors;
+    split.part_count = static_cast<int>(plan.part_count);
+    split.slots = static_cast<int>(plan.slots);
+    split.table = static_cast<int*>(table.data_ptr());
+    split.ends = static_cast<float*>(ends.data_ptr());
+    launch_partition(split, stream);
+    forward_launcher(plan.ends_kernel)(p, stream);
+    launch_scan(split, static_cast<int>(K), stream);
+  }
+  forward_launcher(plan.kernel)(p, stream);
   return out;
 }
 
@@ -236,19 +261,19 @@ std::tuple<Tensor, Tensor> chunk_gated_delta_rule(const Tensor& q, const Tensor&
                                                   const Tensor& beta, std::optional<double> scale,
                                                   std::optional<Tensor> initial_state, bool output_final_state,
                                                   bool use_qk_l2norm_in_kernel, std::optional<Tensor> cu_seqlens,
-                                                  bool head_first, bool state_v_first, bool /*auto_cp*/,
+                                                  bool head_first, bool state_v_first, bool auto_cp,
                                                   std::string gate_domain) {
   ForwardResult out = forward({q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-                               head_first, state_v_first, gate_domain, /*train=*/false, /*output_h=*/false});
+                               head_first, state_v_first, auto_cp, gate_domain, /*train=*/false, /*output_h=*/false});
   return {out.o, out.final_state};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> chunk_gated_delta_rule_fwd(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta, std::optional<double> scale,
     std::optional<Tensor> initial_state, std::optional<Tensor> cu_seqlens, bool output_final_state, bool output_h,
-    bool use_qk_l2norm_in_kernel, bool state_v_first, bool /*auto_cp*/, std::string gate_domain) {
+    bool use_qk_l2norm_in_kernel, bool state_v_first, bool auto_cp, std::string gate_domain) {
   ForwardResult out = forward({q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens,
-                               /*head_first=*/false, state_v_first, gate_domain, /*train=*/true, output_h});
+                               /*head_first=*/false, state_v_first, auto_cp, gate_domain, /*train=*/true, output_h});
   return {out.g_out, out.A, out.o, out.h, out.final_state};
 }
 

@@ -5,6 +5,8 @@
 #include <limits>
 #include <stdexcept>
 
+#include "partition.h"
+
 namespace flash_qla {
 
 namespace {
@@ -47,6 +49,25 @@ int64_t state_rows_per_batch(int64_t tokens, int64_t sequences, bool varlen) {
   return varlen ? tokens / kChunkTokens + sequences : ceil_div(tokens, kChunkTokens);
 }
 
+int64_t split_slots(const ForwardProblem& problem) {
+  if (!problem.may_split || problem.train || problem.k != problem.v) return 0;
+  const float heads = static_cast<float>(problem.heads_v), card = static_cast<float>(problem.multiprocessors);
+  // Dense batches have equal sequences. Packed ones may be one long sequence and N - 1 empty ones.
+  const int64_t count = problem.varlen ? 1 : problem.sequences;
+  const int64_t length = ceil_div(problem.tokens, kChunkTokens);
+  const float chunks = static_cast<float>(length * count);
+  const auto cost = [&](int64_t parts) {
+    const float longest = static_cast<float>(ceil_div(length, parts)), ends = static_cast<float>(2 * (parts - 1) - 1);
+    return SplitCost::total(chunks, longest, static_cast<float>(parts * count), parts > 1 ? ends * count : 0.0f,
+                            parts > 1 ? ends * longest * count : 0.0f, static_cast<float>(parts - 1), heads, card);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= kMostParts && parts <= length; ++parts)
+    if (cost(parts) < cost(best)) best = parts;
+  // Several long sequences need more slots than one, so packed batches get twice as many.
+  return (best - 1) * count * (problem.varlen && problem.sequences > 1 ? 2 : 1);
+}
+
 ForwardPlan plan_forward(const ForwardProblem& problem, const std::vector<KernelInfo>& kernels) {
   // Two kernels share the forward pass: one keeps what the backward pass reads, the other, faster one keeps nothing.
   const char* wanted = problem.train ? "chunk_fwd_train" : "chunk_fwd";
@@ -65,6 +86,20 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const std::vector<Kernel
       best = cost;
       plan.kernel = static_cast<int>(i);
       plan.grid = grid;
+    }
+  }
+  plan.part_count = problem.sequences;
+  if (const int64_t slots = split_slots(problem); slots > 0) {
+    for (size_t i = 0; i < kernels.size(); ++i) {
+      const KernelInfo& kernel = kernels[i];
+      if (std::strcmp(kernel.kernel, "chunk_ends") == 0 && kernel.k == problem.k && kernel.v == problem.v &&
+          kernel.dtype == problem.dtype)
+        plan.ends_kernel = static_cast<int>(i);
+    }
+    if (plan.ends_kernel >= 0) {
+      plan.slots = slots;
+      plan.part_count += slots;
+      plan.grid = plan.part_count * problem.heads_v;
     }
   }
   if (plan.kernel < 0) throw std::invalid_argument("no forward kernel is built for these head dimensions and this dtype");

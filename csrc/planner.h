@@ -39,16 +39,24 @@ struct ForwardProblem {
   bool varlen;
   bool train;  // g_out, A (and h) are stored for the backward pass
   int multiprocessors;
+  bool may_split = true;  // auto_cp: sequences may be split over the card (partition.h)
 };
 
 struct ForwardPlan {
-  int kernel = -1;   // index into built_kernels()
-  int64_t grid = 0;  // thread blocks
+  int kernel = -1;         // index into built_kernels()
+  int64_t grid = 0;        // thread blocks
+  int ends_kernel = -1;    // of chunk_ends, or -1: no sequence is split, and there is no table
+  int64_t part_count = 0;  // rows of the table; N if not split
+  int64_t slots = 0;       // most parts whose end another part starts from
 };
 
 // Rows of the chunk-start states h: exact for dense batches, an upper bound for packed ones (sum of ceil(len / 64) over N
 // sequences never exceeds T / 64 + N).
 int64_t state_rows_per_batch(int64_t tokens, int64_t sequences, bool varlen);
+
+// Slots to reserve, 0 where splitting cannot pay. Of packed sequences the host knows the number and the sum of lengths only:
+// it reserves for the worst distribution, one long sequence, and the device decides.
+int64_t split_slots(const ForwardProblem& problem);
 
 // Throws std::invalid_argument if no kernel of these head dimensions and dtype is built (argument checks come first and say
 // it better). Grids beyond 2^31 - 1 blocks are refused with std::length_error.

@@ -82,6 +82,7 @@ def build(cfg: Config) -> Any:
             cu_code,
             n,
             sequences,
+            sequences,
             tokens,
             pointer,
             row_bytes,

@@ -47,15 +47,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "plan_forward",
       [](int64_t batch, int64_t tokens, int64_t sequences, int64_t heads_v, int64_t k, int64_t v, const std::string& dtype,
-         bool varlen, bool train, int multiprocessors) {
+         bool varlen, bool train, int multiprocessors, bool may_split) {
         const ForwardPlan plan = plan_forward(
-            {batch, tokens, sequences, heads_v, k, v, dtype_of(dtype), varlen, train, multiprocessors}, built_kernels());
+            {batch, tokens, sequences, heads_v, k, v, dtype_of(dtype), varlen, train, multiprocessors, may_split}, built_kernels());
         py::dict out;
         out["kernel"] = built_kernels()[plan.kernel].name;
         out["block_v"] = built_kernels()[plan.kernel].block_v;
         out["grid"] = plan.grid;
+        out["ends_kernel"] = plan.ends_kernel < 0 ? py::object(py::none()) : py::cast(built_kernels()[plan.ends_kernel].name);
+        out["part_count"] = plan.part_count;
+        out["slots"] = plan.slots;
         return out;
       },
       py::kw_only(), py::arg("batch"), py::arg("tokens"), py::arg("sequences"), py::arg("heads_v"), py::arg("k"), py::arg("v"),
-      py::arg("dtype"), py::arg("varlen"), py::arg("train"), py::arg("multiprocessors"));
+      py::arg("dtype"), py::arg("varlen"), py::arg("train"), py::arg("multiprocessors"),
+      py::arg("may_split") = true);
 }

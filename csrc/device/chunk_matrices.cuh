@@ -151,20 +151,22 @@ __device__ __forceinline__ void store_inverse(const float* blocks, const float* 
   }
 }
 
-// In place: a panel of 64 tokens and 64 columns of V becomes V - (diag(rk e^c) x)^T, for an accumulator x of those columns and tokens.
+// In place: a panel of 64 tokens and 64 columns of V becomes V - (diag(rk e^c) x)^T, for an accumulator x of those columns and
+// tokens. Where V is not `present` it counts as 0.
 template <typename T>
-__device__ __forceinline__ void subtract_from_values(void* panel, const float* x, const float* factors) {
+__device__ __forceinline__ void subtract_from_values(void* panel, const float* x, const float* factors, int present = 1) {
   const uint32_t lane = fresh_lane(), piece = 2 * fresh_warp() + lane / 8 % 2;
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(panel));
   const float* column = factors + kKeyDecay * kChunk + 2 * (lane % 4);
 #pragma unroll
   for (int j = 0; j < 8; j += 2) {
     const uint32_t address = base + swizzled(8 * (j + lane / 16) + lane % 8, piece);
-    uint32_t v[4];
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(address)
-                 : "memory");
+    uint32_t v[4] = {0, 0, 0, 0};
+    if (present)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                   : "r"(address)
+                   : "memory");
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 f = *reinterpret_cast<const float2*>(column + 8 * (j + n));

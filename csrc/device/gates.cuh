@@ -122,20 +122,29 @@ __device__ __forceinline__ void put_factors(const float* raw, float scale, float
   if (lane == 31) chunk_totals()[stage] = e.y;
 }
 
-// Called by the 128 threads of a warpgroup after put_factors: brings in the reciprocal norms of the rows of q and k.
+// Called by the 128 threads of a warpgroup after put_factors: bring in the reciprocal norms of the rows of k and of q.
 template <typename T, int Panels>
-__device__ __forceinline__ void apply_norms(const void* q, const void* k, float* factors) {
-  const float rq = row_norm<T, Panels>(q), rk = row_norm<T, Panels>(k);
+__device__ __forceinline__ void apply_key_norms(const void* k, float* factors) {
+  const float norm = row_norm<T, Panels>(k);
   const uint32_t lane = fresh_lane();
   if (lane % 2 == 0) {
     float* f = factors + 16 * fresh_warp() + lane / 2;
-    f[kKeyCumulative * kChunk] -= __log2f(rk);
-    f[kBetaKey * kChunk] *= rk;
-    f[kBlockDecay * kChunk] *= rk;
-    f[kKeyDecay * kChunk] *= rk;
-    f[kStateDecay * kChunk] *= rk;
-    f[kQueryScale * kChunk] *= rq;
-    f[kOutputDecay * kChunk] *= rq;
+    f[kKeyCumulative * kChunk] -= __log2f(norm);
+    f[kBetaKey * kChunk] *= norm;
+    f[kBlockDecay * kChunk] *= norm;
+    f[kKeyDecay * kChunk] *= norm;
+    f[kStateDecay * kChunk] *= norm;
+  }
+}
+
+template <typename T, int Panels>
+__device__ __forceinline__ void apply_query_norms(const void* q, float* factors) {
+  const float norm = row_norm<T, Panels>(q);
+  const uint32_t lane = fresh_lane();
+  if (lane % 2 == 0) {
+    float* f = factors + 16 * fresh_warp() + lane / 2;
+    f[kQueryScale * kChunk] *= norm;
+    f[kOutputDecay * kChunk] *= norm;
   }
 }
 

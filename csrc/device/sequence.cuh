@@ -26,6 +26,30 @@ __device__ __forceinline__ int sequence_length(const void* offsets, int code, in
   return length > 0 ? length : 0;
 }
 
+// A call may split sequences into parts (csrc/partition.h has the table, four numbers a part). Without a table, part i is all of
+// sequence i. Parts beyond the last one have sequence -1 and no tokens.
+__device__ __forceinline__ int part_sequence(const int* parts, int split, int i) {
+  return !split ? i : i < 0 || parts[4 * i] < 0 ? 0 : parts[4 * i];
+}
+// The part whose end goes to `slot`, or -1: no such part, or a first one, which needs no transfer matrix. Slot numbers follow the
+// parts in the table.
+__device__ __forceinline__ int part_of_slot(const int* parts, int part_count, int slot, int transfer) {
+  const int part = parts[4 * part_count + slot];
+  return part >= 0 && transfer && parts[4 * part + 3] < 0 ? -1 : part;
+}
+__device__ __forceinline__ int part_begin(const int* parts, int split, int i) { return split && i >= 0 ? parts[4 * i + 1] : 0; }
+__device__ __forceinline__ int part_length(const int* parts, int split, int i, int whole) {
+  return !split ? whole : i < 0 ? 0 : parts[4 * i + 2];
+}
+// The slot of the part before, whose end is where this one starts; -1 for the first.
+__device__ __forceinline__ int part_previous(const int* parts, int split, int i) { return split && i >= 0 ? parts[4 * i + 3] : -1; }
+
+__device__ __forceinline__ int part_is_last(const int* parts, int split, int i, const void* offsets, int code, int tokens) {
+  if (!split) return 1;
+  const int n = parts[4 * i];
+  return n >= 0 && parts[4 * i + 1] + parts[4 * i + 2] == sequence_length(offsets, code, n, tokens);
+}
+
 // Chunks of all sequences before sequence n, in order. Every warp computes it for itself; call it with whole warps.
 __device__ __forceinline__ int chunks_before(const void* offsets, int code, int n, int tokens) {
   constexpr int kChunk = 64;
@@ -38,16 +62,16 @@ __device__ __forceinline__ int chunks_before(const void* offsets, int code, int 
   return chunks;
 }
 
-// Zeroes the rows of a [tokens, ...] output that no sequence covers: before the first offset and from the last one on. The
-// blocks of the `sequences` sequences share the rows out; `bytes` (a multiple of 4) are written per row.
-__device__ __forceinline__ void zero_outside(const void* offsets, int code, int n, int sequences, int tokens, void* base,
-                                             int bytes, int64_t row_bytes, int tid, int threads) {
+// Zeroes the rows of a [tokens, ...] output that no sequence covers: before the first offset and from the last one on. `sharers`
+// blocks share the rows out, of which this is number `share`; `bytes` (a multiple of 4) are written per row.
+__device__ __forceinline__ void zero_outside(const void* offsets, int code, int share, int sharers, int sequences, int tokens,
+                                             void* base, int bytes, int64_t row_bytes, int tid, int threads) {
   if (code == kDense) return;
   const int head = offset_at(offsets, code, 0, tokens);
   const int tail = offset_at(offsets, code, sequences, tokens);
   const int64_t outside = static_cast<int64_t>(head) + (tokens - tail);
   const int words = bytes / 4;
-  for (int64_t r = n; r < outside; r += sequences) {
+  for (int64_t r = share; r < outside; r += sharers) {
     const int64_t row = r < head ? r : tail + (r - head);
     auto* out = reinterpret_cast<uint32_t*>(static_cast<char*>(base) + row * row_bytes);
     for (int w = tid; w < words; w += threads) out[w] = 0;
