@@ -232,7 +232,7 @@ ForwardResult forward(const ForwardCall& call) {
   p.part_count = plan.part_count;
   Tensor table, ends;
   if (plan.ends_kernel >= 0) {
-    table = empty(call.q, {4 * plan.part_count + 2 * plan.slots}, ScalarType::Int);
+    table = empty(call.q, {4 * plan.part_count + 3 * plan.slots}, ScalarType::Int);
     ends = empty(call.q, {plan.slots, 2, H_v, K, V}, ScalarType::Float);
     p.split = 1;
     p.slots = plan.slots;

@@ -2,7 +2,10 @@
 
 #include <cuda_pipeline.h>
 
+#include <type_traits>
+
 #include "device/sequence.cuh"
+#include "device/triangular_mma.cuh"
 #include "launch.h"
 #include "partition_kernels.h"
 
@@ -41,13 +44,13 @@ constexpr int kKept = 4096;
 
 // One block: weighs the candidates, a warp each in turn, and writes the parts of the best.
 __global__ void __launch_bounds__(kThreads) partition_kernel(PartitionParams p) {
-  __shared__ int warp_sums[kThreads / 32], longest_s, lengths_s[kKept];
+  __shared__ int warp_sums[kThreads / 32], longest_s, lengths_s[kKept], first_part_s[kThreads], first_slot_s[kThreads];
   __shared__ float cost_s[kMostParts];
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   int* slots = p.table + 4 * p.part_count;
   int* chains = slots + p.slots;
-  for (int i = tid; i < p.part_count; i += kThreads) reinterpret_cast<int4*>(p.table)[i] = make_int4(-1, 0, 0, -1);
-  for (int i = tid; i < p.slots; i += kThreads) slots[i] = -1, chains[i] = 0;
+  for (int i = tid; i < p.part_count; i += kThreads) reinterpret_cast<int4*>(p.table)[i] = make_int4(-1, 0, 0, -2);
+  for (int i = tid; i < p.slots; i += kThreads) slots[i] = -1, chains[2 * i] = chains[2 * i + 1] = 0;
   if (tid == 0) longest_s = 0;
   __syncthreads();
   int longest = 0;
@@ -97,53 +100,61 @@ __global__ void __launch_bounds__(kThreads) partition_kernel(PartitionParams p) 
   }
   const int limit = max((longest + best) / (best + 1), 1);
 
-  int part = 0, slot = 0;  // of the sequences of earlier rounds
+  int part = 0, slot = 0, chain = 0;  // of the sequences of earlier rounds
   for (int begin = 0; begin < p.sequences; begin += kThreads) {
-    const int n = begin + tid, tokens = n < p.sequences ? fq::sequence_length(p.cu_seqlens, p.cu_code, n, p.tokens) : 0;
-    const int length = (tokens + kChunk - 1) / kChunk, parts = n < p.sequences ? parts_of(length, limit) : 0;
-    const int ends = max(parts - 1, 0);
-    int all;
-    const int first_part = block_sum(parts, warp_sums, &all) - parts + part;
-    part += all;
-    const int first_slot = block_sum(ends, warp_sums, &all) - ends + slot;
-    slot += all;
-    if (ends > 0) chains[first_slot] = ends;
-    for (int i = 0; i < parts; ++i) {
-      const int from = static_cast<int>(static_cast<int64_t>(length) * i / parts) * kChunk;
-      const int to = i < ends ? static_cast<int>(static_cast<int64_t>(length) * (i + 1) / parts) * kChunk : tokens;
-      reinterpret_cast<int4*>(p.table)[first_part + i] = make_int4(n, from, to - from, i > 0 ? first_slot + i - 1 : -1);
-      if (i < ends) slots[first_slot + i] = first_part + i;
+    const int n = begin + tid, length = n >= p.sequences ? 0 : n < kKept ? lengths_s[n] : chunks_of(p, n);
+    const int parts = n < p.sequences ? parts_of(length, limit) : 0, ends = max(parts - 1, 0);
+    int round_parts, round_slots, round_chains;
+    first_part_s[tid] = block_sum(parts, warp_sums, &round_parts) - parts + part;
+    first_slot_s[tid] = block_sum(ends, warp_sums, &round_slots) - ends + slot;
+    const int own_chain = block_sum(ends > 0, warp_sums, &round_chains) - (ends > 0) + chain;
+    if (ends > 0) chains[2 * own_chain] = first_slot_s[tid], chains[2 * own_chain + 1] = ends;
+    __syncthreads();
+    for (int x = part + tid; x < part + round_parts; x += kThreads) {
+      int owner = 0;  // the last sequence of the round that begins at or before part x
+#pragma unroll
+      for (int step = kThreads / 2; step > 0; step /= 2)
+        if (begin + owner + step < p.sequences && first_part_s[owner + step] <= x) owner += step;
+      const int m = begin + owner, i = x - first_part_s[owner];
+      const int tokens = fq::sequence_length(p.cu_seqlens, p.cu_code, m, p.tokens), whole = (tokens + kChunk - 1) / kChunk;
+      const unsigned count = parts_of(whole, limit);
+      const int from = whole * unsigned(i) / count * kChunk, to = i + 1 < count ? whole * unsigned(i + 1) / count * kChunk : tokens;
+      const int before = first_slot_s[owner] + i - 1;
+      reinterpret_cast<int4*>(p.table)[x] = make_int4(m, from, to - from, (i > 0 ? before : -1) * 2 + (i + 1 == count));
+      if (i + 1 < count) slots[before + 1] = x;
     }
+    __syncthreads();
+    part += round_parts, slot += round_slots, chain += round_chains;
   }
 }
 
-constexpr int kColumns = 16;   // of the state that a block of the scan owns
-constexpr int kScanThreads = 512;
 constexpr int kScanStages = 3;  // transfer matrices on their way
 
-// Shared memory of the scan: the matrices, the columns of the state, and partial sums.
-template <int Dim>
+// Shared memory of the scan. Rows are padded so that a fragment's elements lie on different banks.
+template <int Dim, int Columns>
 struct ScanShared {
-  static constexpr int kLd = Dim + 4;
-  float m[kScanStages][Dim][kLd];
-  float s[Dim][kColumns];
-  float partial[Dim][kColumns];
+  float m[kScanStages][Dim][Dim + 4];
+  float s[Dim][Columns == 8 ? 8 : Columns + 8];
 };
 
-// A block follows one sequence and head through its slots, for 16 columns of the state. A thread makes 2 rows x 4 columns of half a sum.
-template <int Dim>
-__global__ void __launch_bounds__(kScanThreads) scan_kernel(PartitionParams p) {
-  static_assert(Dim * 4 == kScanThreads);
+__device__ __forceinline__ float high_part(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
+// A block follows one sequence and head through its slots, for some columns of the state; a warp makes 16 rows x 8 columns. Products
+// are fp32 in three tf32 terms, high high + high low + low high: what is left out is 2^-21 of the product.
+template <int Dim, int Columns>
+__global__ void __launch_bounds__(Dim * Columns / 4) scan_kernel(PartitionParams p) {
   extern __shared__ __align__(16) char shared[];
-  auto& memory = *reinterpret_cast<ScanShared<Dim>*>(shared);
-  constexpr int kSlices = Dim / kColumns;
-  const int slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % p.heads, slot = blockIdx.x / kSlices / p.heads;
-  const int length = p.table[4 * p.part_count + p.slots + slot];
-  if (length < 2) return;  // not the first slot of a sequence, or nothing follows
+  auto& memory = *reinterpret_cast<ScanShared<Dim, Columns>*>(shared);
+  constexpr int kScanThreads = Dim * Columns / 4, kColumns = Columns, kSlices = Dim / Columns;
+  const int slice = blockIdx.x % kSlices, head = blockIdx.x / kSlices % p.heads, chain = blockIdx.x / kSlices / p.heads;
+  const int* row_of_chain = p.table + 4 * p.part_count + p.slots + 2 * chain;
+  const int slot = row_of_chain[0], length = row_of_chain[1];
+  if (length < 2) return;  // no such chain, or nothing follows
   const auto matrix = [&](int i, int which) {
     return p.ends + ((static_cast<int64_t>(slot + i) * 2 + which) * p.heads + head) * (Dim * Dim);
   };
-  const int tid = threadIdx.x, half = tid / (kScanThreads / 2), row = tid % (kScanThreads / 2) / 4 * 2, column = tid % 4 * 4;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, group = lane / 4, quad = lane % 4;
+  const int row = warp / (Columns / 8) * 16 + group, column = warp % (Columns / 8) * 8;
   const auto fetch = [&](int i) {
     if (i < length) {
       const float* m = matrix(i, 1);
@@ -153,47 +164,38 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(PartitionParams p) {
     __pipeline_commit();
   };
   for (int i = 1; i < kScanStages; ++i) fetch(i);
-  if (half == 0)
-    for (int r = 0; r < 2; ++r)
-      *reinterpret_cast<float4*>(&memory.s[row + r][column]) =
-          *reinterpret_cast<const float4*>(matrix(0, 0) + (row + r) * Dim + slice * kColumns + column);
+  {
+    const int r = tid / (Columns / 4), c = tid % (Columns / 4) * 4;
+    *reinterpret_cast<float4*>(&memory.s[r][c]) = *reinterpret_cast<const float4*>(matrix(0, 0) + r * Dim + slice * kColumns + c);
+  }
   for (int i = 1; i < length; ++i) {
-    float* out = matrix(i, 0) + row * Dim + slice * kColumns + column;
-    // What the part adds goes into one of the two halves of the sum.
-    float4 sum[2] = {};
-    if (half == 0)
-      for (int r = 0; r < 2; ++r) sum[r] = *reinterpret_cast<const float4*>(out + r * Dim);
+    float* out = matrix(i, 0) + row * Dim + slice * kColumns + column + 2 * quad;
+    const float2 added[2] = {*reinterpret_cast<const float2*>(out), *reinterpret_cast<const float2*>(out + 8 * Dim)};
     fetch(i + kScanStages - 1);
     __pipeline_wait_prior(kScanStages - 1);
     __syncthreads();
-    const float(*m)[ScanShared<Dim>::kLd] = &memory.m[i % kScanStages][row];
-    float4 product[2] = {};
+    const auto& m = memory.m[i % kScanStages];
+    float sum[3][4] = {};
 #pragma unroll 4
-    for (int k = half * (Dim / 2); k < (half + 1) * (Dim / 2); k += 4) {
-      const float4 a[2] = {*reinterpret_cast<const float4*>(&m[0][k]), *reinterpret_cast<const float4*>(&m[1][k])};
+    for (int k = quad; k < Dim; k += 8) {
+      const float a[4] = {m[row][k], m[row + 8][k], m[row][k + 4], m[row + 8][k + 4]};
+      const float b[2] = {memory.s[k][column + group], memory.s[k + 4][column + group]};
+      float high[4], low[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float4 s = *reinterpret_cast<const float4*>(&memory.s[k + j][column]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float x = j == 0 ? a[r].x : j == 1 ? a[r].y : j == 2 ? a[r].z : a[r].w;
-          product[r].x += x * s.x, product[r].y += x * s.y, product[r].z += x * s.z, product[r].w += x * s.w;
-        }
-      }
-    }
-    for (int r = 0; r < 2; ++r) sum[r].x += product[r].x, sum[r].y += product[r].y, sum[r].z += product[r].z, sum[r].w += product[r].w;
-    if (half == 1)
-      for (int r = 0; r < 2; ++r) *reinterpret_cast<float4*>(&memory.partial[row + r][column]) = sum[r];
-    __syncthreads();
-    if (half == 0) {
-      for (int r = 0; r < 2; ++r) {
-        const float4 other = *reinterpret_cast<const float4*>(&memory.partial[row + r][column]);
-        sum[r].x += other.x, sum[r].y += other.y, sum[r].z += other.z, sum[r].w += other.w;
-        *reinterpret_cast<float4*>(&memory.s[row + r][column]) = sum[r];
-        *reinterpret_cast<float4*>(out + r * Dim) = sum[r];
-      }
+      for (int e = 0; e < 4; ++e) high[e] = high_part(a[e]), low[e] = a[e] - high[e];
+      const float b0 = high_part(b[0]), b1 = high_part(b[1]);
+      fq::mma_tf32(sum[0], high, b0, b1);
+      fq::mma_tf32(sum[1], high, b[0] - b0, b[1] - b1);
+      fq::mma_tf32(sum[2], low, b0, b1);
     }
     __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 x = make_float2(sum[0][2 * h] + (sum[1][2 * h] + sum[2][2 * h]) + added[h].x,
+                                   sum[0][2 * h + 1] + (sum[1][2 * h + 1] + sum[2][2 * h + 1]) + added[h].y);
+      *reinterpret_cast<float2*>(&memory.s[row + 8 * h][column + 2 * quad]) = x;
+      *reinterpret_cast<float2*>(out + 8 * h * Dim) = x;
+    }
   }
 }
 
@@ -206,9 +208,18 @@ void launch_partition(const PartitionParams& p, cudaStream_t stream) {
 
 void launch_scan(const PartitionParams& p, int dim, cudaStream_t stream) {
   if (dim != 128) throw std::invalid_argument("the scan is built for K = V = 128");
-  constexpr int kBytes = sizeof(ScanShared<128>);
-  allow_shared_memory<scan_kernel<128>>(kBytes);
-  scan_kernel<128><<<p.slots * p.heads * (128 / kColumns), kScanThreads, kBytes, stream>>>(p);
+  const int chains = (p.slots < p.sequences ? p.slots : p.sequences) * p.heads;
+  // Narrow slices as long as the card has room for them: a block then has half the work.
+  const auto launch = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    constexpr int kBytes = sizeof(ScanShared<128, kColumns>);
+    allow_shared_memory<scan_kernel<128, kColumns>>(kBytes);
+    scan_kernel<128, kColumns><<<chains * (128 / kColumns), 128 * kColumns / 4, kBytes, stream>>>(p);
+  };
+  if (chains * 16 <= p.multiprocessors)
+    launch(std::integral_constant<int, 8>{});
+  else
+    launch(std::integral_constant<int, 16>{});
   check_launch("scan");
 }
 

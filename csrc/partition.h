@@ -8,9 +8,10 @@
 //
 // Which sequences are split, and where, is decided on the device, from cu_seqlens; the host bounds the number of parts from shapes.
 //
-// The table, int32:  parts  [part_count, 4]  sequence (-1: no part), first token in it, tokens, slot of the part before or -1
+// The table, int32:  parts  [part_count, 4]  sequence (-1: no part), first token in it, tokens,
+//                                          2 x slot of the part before (-1: none) + whether it is the sequence's last
 //                    slots  [slots]          the part whose end the slot holds, or -1; a sequence's slots are neighbours, in order
-//                    chains [slots]          how many slots the sequence has whose first slot this is, else 0
+//                    chains [slots, 2]       first slot and number of slots of each split sequence; no slots: no sequence
 #pragma once
 
 #include <cstdint>
@@ -25,26 +26,28 @@ namespace flash_qla {
 
 // What a split would cost, in microseconds, from sums over all sequences. Constants measured on an H200 (docs/design-notes.md).
 struct SplitCost {
-  static constexpr float kForwardChunk = 3.4f;  // a chunk of chunk_fwd in one block
-  static constexpr float kEndsChunk = 2.3f;     // of chunk_ends
-  static constexpr float kScanStep = 2.0f;      // one M S + N
-  static constexpr float kPasses = 22.0f;       // three more launches, and a pass more to fill and drain
+  static constexpr float kForwardBlock = 9.0f, kForwardChunk = 3.2f;  // a block of chunk_fwd, and each of its chunks
+  static constexpr float kEndsBlock = 6.0f, kEndsChunk = 2.05f;       // of chunk_ends
+  static constexpr float kScan = 5.0f, kScanStep = 2.2f;              // the scan, and each M S + N
+  static constexpr float kTable = 9.0f;                               // making the table, and the gaps between launches
 
-  // A pass over `blocks` equal pieces of work on `multiprocessors`, one block on each, of which the longest has `longest` chunks.
-  FLASH_QLA_HOST_DEVICE static float pass(float blocks, float longest, float chunks, float multiprocessors) {
+  // A pass of `blocks` blocks on `multiprocessors`, one block on each, with `chunks` chunks together and `longest` in the longest.
+  FLASH_QLA_HOST_DEVICE static float pass(float blocks, float longest, float chunks, float multiprocessors, float block, float chunk) {
     const float waves = static_cast<float>(static_cast<int64_t>((blocks + multiprocessors - 1) / multiprocessors));
-    const float full = waves * longest, packed = chunks / multiprocessors + 0.5f * longest;
-    const float time = full < packed ? full : packed;
-    return time > longest ? time : longest;
+    const float full = waves * (block + longest * chunk);
+    const float packed = (blocks * block + chunks * chunk) / multiprocessors + 0.5f * (block + longest * chunk);
+    const float least = block + longest * chunk, time = full < packed ? full : packed;
+    return time > least ? time : least;
   }
 
   // chunks: of all sequences; longest: chunks of the longest part; parts: all; end_blocks and end_chunks: of chunk_ends, both per head;
   // chain: most slots of a sequence.
   FLASH_QLA_HOST_DEVICE static float total(float chunks, float longest, float parts, float end_blocks, float end_chunks, float chain,
                                            float heads, float multiprocessors) {
-    float cost = kForwardChunk * pass(parts * heads, longest, chunks * heads, multiprocessors);
+    float cost = pass(parts * heads, longest, chunks * heads, multiprocessors, kForwardBlock, kForwardChunk);
     if (chain > 0)
-      cost += kPasses + kScanStep * (chain - 1) + kEndsChunk * pass(end_blocks * heads, longest, end_chunks * heads, multiprocessors);
+      cost += kTable + kScan + kScanStep * (chain - 1) +
+              pass(end_blocks * heads, longest, end_chunks * heads, multiprocessors, kEndsBlock, kEndsChunk);
     return cost;
   }
 };

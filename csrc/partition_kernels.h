@@ -12,7 +12,7 @@ struct PartitionParams {
   int cu_code = 0;
   int sequences = 0, tokens = 0, heads = 0, multiprocessors = 0;
   int part_count = 0, slots = 0;
-  int* table = nullptr;   // [4 * part_count + 2 * slots]
+  int* table = nullptr;   // [4 * part_count + 3 * slots]
   float* ends = nullptr;  // [slots, 2, heads, K, V]
 };
 

@@ -51,9 +51,41 @@ def test_the_library_has_the_listed_kernels(planner):
 
 def test_inference_gives_a_whole_head_to_a_block(planner):
     for sequences, heads_v in ((1, 8), (4, 64), (100, 32)):
-        chosen = plan(planner, sequences=sequences, heads_v=heads_v, varlen=True)
+        chosen = plan(planner, sequences=sequences, heads_v=heads_v, varlen=True, may_split=False)
         assert chosen["block_v"] == 128
         assert chosen["grid"] == sequences * heads_v
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("heads_v,tokens", [(2, 2048), (3, 3333), (8, 2048), (8, 32768), (32, 8192), (32, 32768)])
+def test_few_heads_and_long_sequences_are_split(planner, heads_v, tokens, varlen):
+    chosen = plan(planner, heads_v=heads_v, tokens=tokens, varlen=varlen)
+    assert chosen["slots"] > 0 and chosen["ends_kernel"].startswith("chunk_ends_k128_v128_bf16")
+    assert chosen["part_count"] == 1 + chosen["slots"]
+    assert chosen["grid"] == chosen["part_count"] * heads_v
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(heads_v=8, tokens=64),
+        dict(heads_v=8, tokens=640),
+        dict(heads_v=64, batch=4, sequences=4, tokens=8192),
+        dict(heads_v=32, batch=8, sequences=8, tokens=4096),
+        dict(heads_v=8, tokens=32768, may_split=False),
+        dict(heads_v=8, tokens=32768, train=True),
+    ],
+)
+def test_no_split_where_it_cannot_pay(planner, changes):
+    chosen = plan(planner, **changes)
+    assert chosen["slots"] == 0 and chosen["ends_kernel"] is None
+    assert chosen["part_count"] == changes.get("sequences", 1)
+
+
+def test_packed_sequences_are_judged_by_the_worst_lengths_they_could_have(planner):
+    one, ten = (plan(planner, heads_v=8, tokens=32768, varlen=True, sequences=n) for n in (1, 10))
+    assert ten["slots"] == 2 * one["slots"]
+    assert ten["part_count"] == 10 + ten["slots"]
 
 
 def test_training_takes_wide_slices_when_sequences_fill_the_card(planner):

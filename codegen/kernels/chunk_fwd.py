@@ -369,9 +369,6 @@ def build_pass(cfg: Config, output: bool) -> Any:
                         T.access_ptr(parts[0], "r"),
                         split,
                         T.truncdiv(T.call_extern("int32", "fq::fresh_block"), heads_v),
-                        T.access_ptr(cu_seqlens[0], "r"),
-                        cu_code,
-                        tokens,
                     )
                     if write_final != 0 and last != 0:
                         for a, b in T.Parallel(V, K):
@@ -438,7 +435,7 @@ def build_pass(cfg: Config, output: bool) -> Any:
                         extern("products_wait<0, 32>", product.data)
                         extern(f"gate_queries<{cuda_dtype}>", product.data, factors(factor_s, j), attention.data)
                     # The state has done with the chunk before the last: there is room for T and P, and for tiles to come.
-                    if tx % 128 >= 64 and tx % 128 < 96:
+                    if T.truncdiv(fresh(tx), 32) % 4 == 2:
                         if j >= STAGES:
                             T.barrier_wait(done[(j - STAGES) % KEY_STAGES], ((j - STAGES) // KEY_STAGES) % 2)
                             if j + STAGES < chunks:

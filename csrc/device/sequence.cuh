@@ -35,20 +35,18 @@ __device__ __forceinline__ int part_sequence(const int* parts, int split, int i)
 // parts in the table.
 __device__ __forceinline__ int part_of_slot(const int* parts, int part_count, int slot, int transfer) {
   const int part = parts[4 * part_count + slot];
-  return part >= 0 && transfer && parts[4 * part + 3] < 0 ? -1 : part;
+  return part >= 0 && transfer && parts[4 * part + 3] >> 1 < 0 ? -1 : part;
 }
 __device__ __forceinline__ int part_begin(const int* parts, int split, int i) { return split && i >= 0 ? parts[4 * i + 1] : 0; }
 __device__ __forceinline__ int part_length(const int* parts, int split, int i, int whole) {
   return !split ? whole : i < 0 ? 0 : parts[4 * i + 2];
 }
 // The slot of the part before, whose end is where this one starts; -1 for the first.
-__device__ __forceinline__ int part_previous(const int* parts, int split, int i) { return split && i >= 0 ? parts[4 * i + 3] : -1; }
-
-__device__ __forceinline__ int part_is_last(const int* parts, int split, int i, const void* offsets, int code, int tokens) {
-  if (!split) return 1;
-  const int n = parts[4 * i];
-  return n >= 0 && parts[4 * i + 1] + parts[4 * i + 2] == sequence_length(offsets, code, n, tokens);
+__device__ __forceinline__ int part_previous(const int* parts, int split, int i) {
+  return split && i >= 0 ? parts[4 * i + 3] >> 1 : -1;
 }
+// Whether a sequence ends with this part.
+__device__ __forceinline__ int part_is_last(const int* parts, int split, int i) { return split ? parts[4 * i + 3] & 1 : 1; }
 
 // Chunks of all sequences before sequence n, in order. Every warp computes it for itself; call it with whole warps.
 __device__ __forceinline__ int chunks_before(const void* offsets, int code, int n, int tokens) {
