@@ -1,13 +1,16 @@
 """Times the forward pass against the libraries that are installed, each in a process of its own.
 
-    python benchmarks/bench_gated_delta_rule.py [--impl flash_qla fla] [--heads 16/64 2/8] [--rows 4x8192 mix] [--out DIR]
+    python benchmarks/bench_gated_delta_rule.py [--impl flash_qla flashinfer fla] [--heads 16/64 2/8] [--rows 4x8192 mix]
+                                                [--limit SECONDS] [--out DIR]
 
 Per row and implementation: milliseconds in a replayed CUDA graph and in eager calls (median), microseconds of host time a call,
-and how many times the floor the graph takes. The floor is max(FLOP / peak, bytes / bandwidth) with both ceilings measured in the
-same run. Writes results.jsonl, versions included, and a plot to DIR if matplotlib is installed.
+seconds of the first call with the shape, and how many times the floor the graph takes. The floor is max(FLOP / peak, bytes /
+bandwidth) with both ceilings measured in the same run. Writes results.jsonl, versions included, and a plot to DIR if matplotlib is
+installed.
 
 A library that is not found is left out with a line that says so. To find one that is not installed, put its folder on
-FLASH_QLA_BENCH_<IMPL>_PATH (a PYTHONPATH for its process alone).
+FLASH_QLA_BENCH_<IMPL>_PATH (a PYTHONPATH for its process alone). A library that takes longer than --limit is stopped, and the rows
+that it did not reach stay empty.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -108,8 +112,32 @@ def call_fla(x: dict[str, Any]) -> Callable[[], Any]:
     return lambda: chunk_gated_delta_rule(**x, output_final_state=True)
 
 
+def call_flashinfer(x: dict[str, Any]) -> Callable[[], Any]:
+    """Packed sequences only, gates as factors, states as [V, K]."""
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    q, k, v, g, beta = (x[name].flatten(0, 1) for name in ("q", "k", "v", "g", "beta"))
+    offsets = x["cu_seqlens"]
+    if offsets is None:
+        batch, tokens = x["q"].shape[:2]
+        offsets = torch.arange(batch + 1, device="cuda") * tokens
+    state = x["initial_state"].transpose(-1, -2).contiguous()
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "g": g.exp(),
+        "beta": beta,
+        "initial_state": state,
+        "cu_seqlens": offsets,
+        "output_state": torch.empty_like(state),
+    }
+    return lambda: chunk_gated_delta_rule(**arguments, output_final_state=True)
+
+
 IMPLS: dict[str, tuple[str, Callable[[dict[str, Any]], Callable[[], Any]]]] = {
     "flash_qla": ("flash_qla", call_flash_qla),
+    "flashinfer": ("flashinfer", call_flashinfer),
     "fla": ("fla", call_fla),
 }
 
@@ -186,8 +214,9 @@ def worker(impl: str, rows: list[Row]) -> None:
             start = time.perf_counter()
             call()
             torch.cuda.synchronize()
+            result["first_call_s"] = time.perf_counter() - start
             if first:
-                result |= {"import_s": imported, "first_call_s": time.perf_counter() - start}
+                result["import_s"] = imported
                 first = False
             result |= {"graph_ms": time_graph(call), "eager_ms": time_events(call, 15), "host_us": time_host(call)}
         except Exception as error:  # a peer that refuses a shape is a result, not the end of the run
@@ -195,18 +224,24 @@ def worker(impl: str, rows: list[Row]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def run_worker(impl: str, rows: list[Row]) -> Iterator[dict[str, Any]]:
+def run_worker(impl: str, rows: list[Row], limit: float) -> Iterator[dict[str, Any]]:
     environment = dict(os.environ)
     if path := environment.get(f"FLASH_QLA_BENCH_{impl.upper()}_PATH"):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path, environment.get("PYTHONPATH"))))
     command = [sys.executable, __file__, "--worker", impl, json.dumps([asdict(r) for r in rows])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert process.stdout is not None
+    alarm = threading.Timer(limit, process.kill)
+    alarm.start()
     for line in process.stdout:
         if line.startswith("{"):
             yield json.loads(line)
-    if process.wait() != 0:
-        raise RuntimeError(f"{impl}: its process ended with exit code {process.returncode}")
+    code = process.wait()
+    stopped = not alarm.is_alive()
+    alarm.cancel()
+    if code != 0:
+        reason = f"stopped after {limit:.0f} s" if stopped else f"its process ended with exit code {code}"
+        print(f"{impl}: {reason}; the rows it did not reach stay empty", file=sys.stderr)
 
 
 def found(impl: str) -> bool:
@@ -225,6 +260,10 @@ def show(console: Console, rows: list[Row], results: list[dict[str, Any]], floor
         table.add_column(impl, justify="right")
     table.add_column("floor ms", justify="right")
     table.add_column("flash_qla / floor", justify="right")
+    peers = [impl for impl in impls if impl != "flash_qla"]
+    if peers:
+        table.add_column("best peer / flash_qla", justify="right")
+    gains = []
     by_key = {(r["impl"], r["row"], r["heads_k"], r["heads_v"]): r for r in results}
     for row in rows:
         cells = []
@@ -233,8 +272,17 @@ def show(console: Console, rows: list[Row], results: list[dict[str, Any]], floor
             cells.append("-" if "error" in r else f"{r['graph_ms']:.3f} ({r['eager_ms']:.3f}, {r['host_us']:.0f})")
         ours = by_key.get(("flash_qla", row.name, row.heads_k, row.heads_v), {})
         ratio = f"{ours['graph_ms'] / floors[row]:.1f}" if "graph_ms" in ours else "-"
-        table.add_row(f"{row.heads_k}/{row.heads_v} : {row.name}", *cells, f"{floors[row]:.3f}", ratio)
+        cells += [f"{floors[row]:.3f}", ratio]
+        if peers:
+            times = [by_key.get((p, row.name, row.heads_k, row.heads_v), {}).get("graph_ms") for p in peers]
+            best = min((t for t in times if t is not None), default=None)
+            if best is not None and "graph_ms" in ours:
+                gains.append(best / ours["graph_ms"])
+            cells.append(f"{gains[-1]:.2f}" if best is not None and "graph_ms" in ours else "-")
+        table.add_row(f"{row.heads_k}/{row.heads_v} : {row.name}", *cells)
     console.print(table)
+    if gains:
+        console.print(f"best peer / flash_qla, geometric mean of {len(gains)} rows: {statistics.geometric_mean(gains):.2f}")
 
 
 def plot(path: Path, rows: list[Row], results: list[dict[str, Any]], floors: dict[Row, float]) -> None:
@@ -268,6 +316,7 @@ def main() -> int:
     parser.add_argument("--impl", nargs="+", choices=list(IMPLS), default=list(IMPLS))
     parser.add_argument("--heads", nargs="+", default=list(HEADS), metavar="HK/HV")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="for each library, compilation included")
     parser.add_argument("--out", type=Path, default=Path("bench-results"))
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -295,7 +344,7 @@ def main() -> int:
     with Progress(*columns, console=console) as bar:
         for impl in impls:
             task = bar.add_task(impl, total=len(rows))
-            for result in run_worker(impl, rows):
+            for result in run_worker(impl, rows, args.limit):
                 results.append(result)
                 bar.advance(task)
 

@@ -82,6 +82,12 @@ def test_no_split_where_it_cannot_pay(planner, changes):
     assert chosen["part_count"] == changes.get("sequences", 1)
 
 
+def test_packed_sequences_that_are_probably_even_are_left_alone(planner):
+    """Half the card is busy anyway: one long sequence would gain a tenth, many even ones would lose."""
+    assert plan(planner, heads_v=64, tokens=22664, varlen=True, sequences=10)["slots"] == 0
+    assert plan(planner, heads_v=64, tokens=32768, varlen=True, sequences=1)["slots"] > 0
+
+
 def test_packed_sequences_are_judged_by_the_worst_lengths_they_could_have(planner):
     one, ten = (plan(planner, heads_v=8, tokens=32768, varlen=True, sequences=n) for n in (1, 10))
     assert ten["slots"] == 2 * one["slots"]
