@@ -1,20 +1,20 @@
-"""The inference forward: one thread block carries the transposed state of one (sequence, value head) through its chunks.
+"""The inference forward: one thread block carries the transposed state of one value head through the chunks of a sequence or a part.
 
 For a chunk of C = 64 tokens with inclusive cumulative log decay c, key tile K, query tile Q, value tile V and state S [K, V]:
 
     A   = (I + strict_lower(diag(beta) K K^T))^-1
     T   = G o A diag(beta)                               G_ij = e^(c_i - c_j) for i >= j, else 0
-    W   = diag(e^c) A diag(beta) K = (G o A) diag(beta e^c) K
     P   = scale (G o Q K^T)
-    N   = T V - W S                                      the new values
+    W   = V - diag(e^c) K S
+    N   = T W                                            the new values
     O   = scale diag(e^c) Q S + P N
     S'  = e^(c_C) S + K^T diag(e^(c_C - c)) N
 
 Roles, by warpgroup of 128 threads:
 
-    0, 1   the state, as S^T in registers, 64 rows of V each: N^T = V^T T^T - S^T W^T, O^T = S^T Q^T + N^T P^T,
-           S'^T = S^T + N^T K. Everything that depends on the state stays in registers; N and S are register operands.
-    2, 3   what does not depend on the state: K K^T and its gated inverse, T, W and P. One takes the even chunks, the other the odd
+    0, 1   the state, as S^T in registers, 64 rows of V each: S^T K^T, then W over V's tile in shared memory, N^T = W^T T^T,
+           O^T = S^T Q^T + N^T P^T, S'^T = S^T + N^T K. S and N are register operands.
+    2, 3   what does not depend on the state: K K^T and its gated inverse, T and P. One takes the even chunks, the other the odd
            ones, so that the waits of one are the work of the other. Of each, one warp loads tiles and one prepares the gates.
 
 The l2 normalisation of q and k never touches the tiles: with r the reciprocal norms of the rows, the products above take r as
