@@ -10,6 +10,10 @@ from typing import Any
 from .configs import Config
 
 
+# What a thread block of a Hopper GPU can have, less the kilobyte that barriers and other static variables take.
+MOST_SHARED_BYTES = 226 * 1024
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of the device function: a tensor map, a pointer or a scalar."""
@@ -88,6 +92,8 @@ def _interface(artifact: Any) -> Lowered:
     for x in "xyz":
         threads *= int(extents.get(f"threadIdx.{x}", 1))
     shared = extents.get("tirx.use_dyn_shared_memory", extents.get("tir.use_dyn_shared_memory", 0))
+    if int(shared) > MOST_SHARED_BYTES:
+        raise RuntimeError(f"{symbol}: {int(shared)} bytes of shared memory, a block can have {MOST_SHARED_BYTES}")
     return Lowered(
         source=_clamp_fences(artifact.kernel_source),
         symbol=symbol,

@@ -17,7 +17,7 @@ if not (ROOT / "codegen").is_dir():
     pytest.skip("codegen/ is not here: these tests need the source tree", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from codegen import configs
+from codegen import build, configs
 
 needs_tilelang = pytest.mark.skipif(
     importlib.util.find_spec("tilelang") is None, reason="tilelang, a build requirement, is not installed"
@@ -160,3 +160,8 @@ def test_generated_sources_fence_inside_their_arrays_and_define_nothing_twice():
         assert fences
         for name, count in fences:
             assert int(count) <= sizes[name], f"{path.name}: {name}"
+
+
+def test_a_generated_file_depends_on_every_module_that_its_kernel_imports():
+    sources = {path.stem for path in build._kernel_sources("chunk_ends")}
+    assert sources == {"chunk_ends", "chunk_fwd", "externs"}

@@ -26,6 +26,7 @@ from typing import Any
 import tilelang.language as T
 
 from ..configs import CHUNK, Config
+from .externs import extern, extern_float, extern_int, fresh, offset, read_gates
 
 PASS_CONFIG = {
     "tl.disable_buffer_init_check": True,  # it cannot see what the device functions write
@@ -84,15 +85,6 @@ def build_pass(cfg: Config, output: bool) -> Any:
     v_sb, v_st, v_sh = (T.dynamic(f"v_s{x}", "int64") for x in "bth")
     s_sn, s_sh, s_sk, s_sv = (T.dynamic(f"s_s{x}", "int64") for x in "nhkv")
 
-    def fresh(x):
-        return T.call_extern("int32", "fq::fresh", x)
-
-    def offset(row, token, head, stride_b, stride_t, stride_h):
-        return T.int64(row) * stride_b + T.int64(token) * stride_t + T.int64(head) * stride_h
-
-    def extern(name, *args):
-        return T.call_extern("void", f"fq::{name}", *args)
-
     def factors(factor_s, i, mode="r"):
         return T.access_ptr(factor_s[i % KEY_STAGES, 0, 0], mode, 1, FACTORS, C)
 
@@ -104,22 +96,6 @@ def build_pass(cfg: Config, output: bool) -> Any:
 
     def store_panel_transposed(fragment, panel):
         return extern(f"store_panel_transposed<{cuda_dtype}>", fragment.data, T.access_ptr(panel, "w", 1, C, 64))
-
-    def read_gates(raw, g, g_code, g_sb, g_st, g_sh, beta, beta_code, beta_sb, beta_st, beta_sh, row, token, head, valid):
-        return T.call_extern(
-            "void",
-            "fq::read_gates",
-            raw.data,
-            T.access_ptr(g[0], "r"),
-            g_code,
-            offset(fresh(row), fresh(token), fresh(head), g_sb, g_st, g_sh),
-            g_st,
-            T.access_ptr(beta[0], "r"),
-            beta_code,
-            offset(fresh(row), fresh(token), fresh(head), beta_sb, beta_st, beta_sh),
-            beta_st,
-            valid,
-        )
 
     def zero_tail(tile, columns, valid):
         return extern(f"zero_tail<{columns // 64}>", T.access_ptr(tile, "w", 1, C, columns), valid)
@@ -231,15 +207,15 @@ def build_pass(cfg: Config, output: bool) -> Any:
             else:
                 transfer = T.truncmod(slot, 2)
                 slot = T.truncdiv(slot, 2)
-                part = T.call_extern("int32", "fq::part_of_slot", T.access_ptr(parts[0], "r"), part_count, slot, transfer)
-            n = T.call_extern("int32", "fq::part_sequence", T.access_ptr(parts[0], "r"), split, part)
+                part = extern_int("part_of_slot", T.access_ptr(parts[0], "r"), part_count, slot, transfer)
+            n = extern_int("part_sequence", T.access_ptr(parts[0], "r"), split, part)
 
             # The part is rows [first, first + length) of batch row `row`.
             row = T.if_then_else(cu_code == 0, n, 0)
-            first = T.call_extern("int32", "fq::sequence_begin", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
-            first = first + T.call_extern("int32", "fq::part_begin", T.access_ptr(parts[0], "r"), split, part)
-            length = T.call_extern("int32", "fq::sequence_length", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
-            length = T.call_extern("int32", "fq::part_length", T.access_ptr(parts[0], "r"), split, part, length)
+            first = extern_int("sequence_begin", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
+            first = first + extern_int("part_begin", T.access_ptr(parts[0], "r"), split, part)
+            length = extern_int("sequence_length", T.access_ptr(cu_seqlens[0], "r"), cu_code, n, tokens)
+            length = extern_int("part_length", T.access_ptr(parts[0], "r"), split, part, length)
             chunks = T.truncdiv(length + (C - 1), C)
 
             if tx < 256:
@@ -251,21 +227,19 @@ def build_pass(cfg: Config, output: bool) -> Any:
                 decayed_h = T.alloc_fragment((V, C), dtype)
                 out = T.alloc_fragment((V, C), acc)
                 start = T.alloc_var("int32")
-                start = T.call_extern("int32", "fq::part_previous", T.access_ptr(parts[0], "r"), split, part)
+                start = extern_int("part_previous", T.access_ptr(parts[0], "r"), split, part)
                 if output and start >= 0:
                     for a, b in T.Parallel(V, K):
-                        state[a, b] = T.call_extern(
-                            "float32",
-                            "fq::load_number",
+                        state[a, b] = extern_float(
+                            "load_number",
                             T.access_ptr(ends[0], "r"),
                             1,
                             (T.int64(start) * (2 * heads_v) + ih) * (K * V) + T.int64(b) * V + a,
                         )
                 elif start < 0 and initial_code != 0:
                     for a, b in T.Parallel(V, K):
-                        state[a, b] = T.call_extern(
-                            "float32",
-                            "fq::load_number",
+                        state[a, b] = extern_float(
+                            "load_number",
                             T.access_ptr(initial_state[0], "r"),
                             initial_code,
                             offset(n, ih, b, h0_sn, h0_sh, h0_sk) + T.int64(a) * h0_sv,
@@ -309,14 +283,14 @@ def build_pass(cfg: Config, output: bool) -> Any:
                     )
                     if not output:
                         for a, b in T.Parallel(V, K):
-                            state[a, b] *= T.call_extern("float32", "fq::chunk_total", i % KEY_STAGES)
+                            state[a, b] *= extern_float("chunk_total", i % KEY_STAGES)
                     T.wait_wgmma(0)
                     for a, b in T.Parallel(V, C):
                         values_h[a, b] = values[a, b]
                     if output:
                         T.wgmma_gemm(state_h, q_s[i % KEY_STAGES, :, :], out, transpose_B=True, clear_accum=True, policy=rows)
                         for a, b in T.Parallel(V, K):
-                            state[a, b] *= T.call_extern("float32", "fq::chunk_total", i % KEY_STAGES)
+                            state[a, b] *= extern_float("chunk_total", i % KEY_STAGES)
                         T.wait_wgmma(0)
                         extern("scale_columns", out.data, factors(factor_s, i), OUTPUT_DECAY)
                         T.wgmma_gemm(values_h, p_s[i % STAGES, :, :], out, transpose_B=True, policy=rows)
@@ -363,12 +337,11 @@ def build_pass(cfg: Config, output: bool) -> Any:
                     if tx % 128 < 32:
                         T.tma_store_wait(0)
                     last = T.alloc_var("int32")
-                    last = T.call_extern(
-                        "int32",
-                        "fq::part_is_last",
+                    last = extern_int(
+                        "part_is_last",
                         T.access_ptr(parts[0], "r"),
                         split,
-                        T.truncdiv(T.call_extern("int32", "fq::fresh_block"), heads_v),
+                        T.truncdiv(extern_int("fresh_block"), heads_v),
                     )
                     if write_final != 0 and last != 0:
                         for a, b in T.Parallel(V, K):
@@ -464,7 +437,7 @@ def build_pass(cfg: Config, output: bool) -> Any:
                         "zero_outside",
                         T.access_ptr(cu_seqlens[0], "r"),
                         cu_code,
-                        T.truncdiv(T.call_extern("int32", "fq::fresh_block"), heads_v),
+                        T.truncdiv(extern_int("fresh_block"), heads_v),
                         part_count,
                         sequences,
                         tokens,
