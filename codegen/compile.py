@@ -79,7 +79,7 @@ def compile_library(configs: Iterable[Config], toolkit: Toolkit, build_dir: Path
     if not script.exists() or script.read_text() != text:
         script.write_text(text)
     command = ["ninja", "-C", str(build_dir), "-j", str(jobs or default_jobs())]
-    if subprocess.run(command).returncode != 0:
+    if subprocess.run(command, check=False).returncode != 0:
         raise RuntimeError(f"compiling the kernels failed; the compiler's words are above ({' '.join(command)})")
     return build_dir / LIBRARY
 

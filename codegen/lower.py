@@ -9,7 +9,6 @@ from typing import Any
 
 from .configs import Config
 
-
 # What a thread block of a Hopper GPU can have, less the kilobyte that barriers and other static variables take.
 MOST_SHARED_BYTES = 226 * 1024
 

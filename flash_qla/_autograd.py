@@ -5,12 +5,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _library
+from . import _library  # noqa: F401 - defines the ops that gradients are registered for
 
 
-def _setup(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]
-) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, g, beta, scale, initial_state, output_final_state, l2norm, cu_seqlens, _, v_first, auto_cp = inputs
     ctx.save_for_backward(q, k, v, g, beta, initial_state, cu_seqlens)
     ctx.options = {

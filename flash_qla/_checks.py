@@ -123,9 +123,7 @@ def _check_options(args: ForwardArgs) -> None:
     if args.gate_domain not in ("log", "linear"):
         raise ValueError(f'gate_domain: expected "log" or "linear", got "{args.gate_domain}"')
     scale = args.scale
-    if scale is None or isinstance(
-        scale, torch.SymFloat
-    ):  # a traced scale has no value yet; looking would specialise on it
+    if scale is None or isinstance(scale, torch.SymFloat):  # a traced scale has no value yet; looking would specialise on it
         return
     if isinstance(scale, bool) or not hasattr(scale, "__float__") or isinstance(scale, Tensor):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")

@@ -62,8 +62,7 @@ def _read_build_info() -> BuildInfo:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ImportError(
-            f"flash_qla: {path} is not readable as build information ({type(error).__name__}: {error}); "
-            "reinstall flash_qla"
+            f"flash_qla: {path} is not readable as build information ({type(error).__name__}: {error}); reinstall flash_qla"
         ) from error
 
 
@@ -77,9 +76,7 @@ def _load(library: Path) -> None:
         raise ImportError(f"flash_qla: the compiled library {library} does not load: {error} ({advice})") from error
     missing = [name for name in OPS if not hasattr(torch.ops.flash_qla, name)]
     if missing:
-        raise ImportError(
-            f"flash_qla: the compiled library {library} has no op {', '.join(missing)}; reinstall flash_qla"
-        )
+        raise ImportError(f"flash_qla: the compiled library {library} has no op {', '.join(missing)}; reinstall flash_qla")
 
 
 def read_schemas(text: str) -> list[str]:
@@ -101,9 +98,7 @@ def _define_from_schemas() -> None:
     candidates = (_PACKAGE / "ops.def", _PACKAGE.parent / "csrc" / "ops.def")
     path = next((p for p in candidates if p.exists()), None)
     if path is None:
-        raise ImportError(
-            f"flash_qla: no op schemas: neither {candidates[0]} nor {candidates[1]} exists; reinstall flash_qla"
-        )
+        raise ImportError(f"flash_qla: no op schemas: neither {candidates[0]} nor {candidates[1]} exists; reinstall flash_qla")
     library = torch.library.Library("flash_qla", "DEF")
     _registrations.append(library)
     for schema in read_schemas(path.read_text(encoding="utf-8")):
@@ -129,8 +124,7 @@ def _refuse_cuda(name: str, reason: str) -> Callable[..., NoReturn]:
 
 def _no_cuda_backward(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(
-        "flash_qla: the backward pass on CUDA is not part of this build; the forward pass is. Gradients are "
-        "available on the CPU"
+        "flash_qla: the backward pass on CUDA is not part of this build; the forward pass is. Gradients are available on the CPU"
     )
 
 

@@ -158,9 +158,7 @@ def chunk_gated_delta_rule_fwd(
     """
     g_out, inverse, o, h, final_state = _call(
         _FWD,
-        lambda: _check_call(
-            ForwardArgs(q, k, v, g, beta, scale, initial_state, cu_seqlens, False, state_v_first, gate_domain)
-        ),
+        lambda: _check_call(ForwardArgs(q, k, v, g, beta, scale, initial_state, cu_seqlens, False, state_v_first, gate_domain)),
         q,
         k,
         v,

@@ -75,9 +75,7 @@ def gated_delta_rule(
         for n in range(sequences):
             start, end = offsets[n], offsets[n + 1]
             rows = slice(start, end)
-            piece, last = _recurrence(
-                q[:, rows], k[:, rows], v[:, rows], decay[:, rows], beta[:, rows], state[n : n + 1]
-            )
+            piece, last = _recurrence(q[:, rows], k[:, rows], v[:, rows], decay[:, rows], beta[:, rows], state[n : n + 1])
             pieces.append(piece)
             states.append(last)
         pieces.append(v.new_zeros(1, v.size(1) - end, *v.shape[2:]))

@@ -36,9 +36,7 @@ class Case:
     v: int = 128
     tail: int = 0  # packed: tokens after the last sequence
     offsets: torch.dtype = torch.int64  # packed: dtype of cu_seqlens
-    gates: str = (
-        "random"  # "random": mild, a quarter of the heads exactly 0; "zero"; "strong": near -16; "mixed": 0 or -16
-    )
+    gates: str = "random"  # "random": mild, a quarter of the heads exactly 0; "zero"; "strong": near -16; "mixed": 0 or -16
     gate_domain: str = "log"  # with "linear", every 16th token forgets everything
     gate_dtype: torch.dtype = torch.float32
     betas: str = "random"  # "random": sigmoid of a normal; "one": within 0.001 of 1
@@ -118,9 +116,7 @@ class Inputs:
         return replace(self, **{name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None})
 
 
-def make_inputs(
-    case: Case, *, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0
-) -> Inputs:
+def make_inputs(case: Case, *, dtype: torch.dtype = torch.bfloat16, device: str | torch.device = "cpu", seed: int = 0) -> Inputs:
     """Draws the tensors of a case on `device`. The same arguments give the same numbers on the same kind of device."""
     if not case.packed and len(set(case.lengths)) != 1:
         raise ValueError(f"{case.name}: sequences of different lengths need packed=True")

@@ -122,9 +122,7 @@ BAD_INPUTS = (
         ValueError,
         "head_first: expected False (tensors are laid out [B, T, H, D]), got True",
     ),
-    BadInput(
-        "gate_domain", put("gate_domain", "exp"), ValueError, 'gate_domain: expected "log" or "linear", got "exp"'
-    ),
+    BadInput("gate_domain", put("gate_domain", "exp"), ValueError, 'gate_domain: expected "log" or "linear", got "exp"'),
     BadInput(
         "gate_domain_type",
         put("gate_domain", 2),
@@ -138,18 +136,14 @@ BAD_INPUTS = (
         ValueError,
         "scale: expected a number that float32 can hold, got nan",
     ),
-    BadInput(
-        "scale_inf", put("scale", float("inf")), ValueError, "scale: expected a number that float32 can hold, got inf"
-    ),
+    BadInput("scale_inf", put("scale", float("inf")), ValueError, "scale: expected a number that float32 can hold, got inf"),
     BadInput(
         "scale_minus_inf",
         put("scale", float("-inf")),
         ValueError,
         "scale: expected a number that float32 can hold, got -inf",
     ),
-    BadInput(
-        "scale_too_large", put("scale", 1e39), ValueError, "scale: expected a number that float32 can hold, got 1e+39"
-    ),
+    BadInput("scale_too_large", put("scale", 1e39), ValueError, "scale: expected a number that float32 can hold, got 1e+39"),
     BadInput("scale_type", put("scale", "1"), TypeError, "scale: expected a number or None, got str", python_only=True),
     # Types.
     BadInput("q_list", put("q", [1.0]), TypeError, "q: expected a torch.Tensor, got list", python_only=True),
@@ -214,9 +208,7 @@ BAD_INPUTS = (
     BadInput("k_dtype", cast("k", torch.float16), TypeError, "k: expected q's dtype bfloat16, got float16"),
     BadInput("v_dtype", cast("v", torch.float32), TypeError, "v: expected q's dtype bfloat16, got float32"),
     BadInput("g_dtype", cast("g", torch.float64), TypeError, "g: expected float32, bfloat16 or float16, got float64"),
-    BadInput(
-        "beta_dtype", cast("beta", torch.int64), TypeError, "beta: expected float32, bfloat16 or float16, got int64"
-    ),
+    BadInput("beta_dtype", cast("beta", torch.int64), TypeError, "beta: expected float32, bfloat16 or float16, got int64"),
     BadInput("beta_bool", cast("beta", torch.bool), TypeError, "beta: expected float32, bfloat16 or float16, got bool"),
     BadInput(
         "initial_state_dtype",
@@ -252,13 +244,9 @@ BAD_INPUTS = (
     ),
     # Sizes.
     BadInput("q_no_heads", resize("q", B, T, 0, K), ValueError, "q: expected 1 or more heads, got 0"),
-    BadInput(
-        "q_no_dimension", resize("q", B, T, H_K, 0), ValueError, "q: expected a head dimension of 1 or more, got 0"
-    ),
+    BadInput("q_no_dimension", resize("q", B, T, H_K, 0), ValueError, "q: expected a head dimension of 1 or more, got 0"),
     BadInput("v_no_heads", resize("v", B, T, 0, V), ValueError, "v: expected 1 or more heads, got 0"),
-    BadInput(
-        "v_no_dimension", resize("v", B, T, H_V, 0), ValueError, "v: expected a head dimension of 1 or more, got 0"
-    ),
+    BadInput("v_no_dimension", resize("v", B, T, H_V, 0), ValueError, "v: expected a head dimension of 1 or more, got 0"),
     BadInput(
         "k_heads",
         resize("k", B, T, 4, K),
@@ -295,9 +283,7 @@ BAD_INPUTS = (
         ValueError,
         "k: expected a number of heads that divides v's 4, got 8",
     ),
-    BadInput(
-        "g_heads", resize("g", B, T, H_K), ValueError, "g: expected shape [2, 10, 4] ([B, T, H_v]), got [2, 10, 2]"
-    ),
+    BadInput("g_heads", resize("g", B, T, H_K), ValueError, "g: expected shape [2, 10, 4] ([B, T, H_v]), got [2, 10, 2]"),
     BadInput(
         "beta_tokens",
         resize("beta", B, 9, H_V),
@@ -356,15 +342,9 @@ BAD_INPUTS = (
         for name in ("q", "k", "v")
     ),
     # The backward pass.
-    BadInput(
-        "bwd_q", cast("q", torch.float64), TypeError, "q: expected bfloat16 or float16, got float64", backward=True
-    ),
-    BadInput(
-        "A_rank", resize("A", B, T, 64), ValueError, "A: expected 4 dimensions [B, T, H_v, 64], got 3", backward=True
-    ),
-    BadInput(
-        "A_dtype", cast("A", torch.float32), TypeError, "A: expected q's dtype bfloat16, got float32", backward=True
-    ),
+    BadInput("bwd_q", cast("q", torch.float64), TypeError, "q: expected bfloat16 or float16, got float64", backward=True),
+    BadInput("A_rank", resize("A", B, T, 64), ValueError, "A: expected 4 dimensions [B, T, H_v, 64], got 3", backward=True),
+    BadInput("A_dtype", cast("A", torch.float32), TypeError, "A: expected q's dtype bfloat16, got float32", backward=True),
     BadInput(
         "A_shape",
         resize("A", B, T, H_V, 32),
@@ -372,15 +352,9 @@ BAD_INPUTS = (
         "A: expected shape [2, 10, 4, 64] ([B, T, H_v, 64]), got [2, 10, 4, 32]",
         backward=True,
     ),
-    BadInput(
-        "A_device", elsewhere("A"), ValueError, "A: expected q's device cpu, got meta", backward=True, cpu_only=True
-    ),
-    BadInput(
-        "do_list", put("do", [1.0]), TypeError, "do: expected a torch.Tensor, got list", backward=True, python_only=True
-    ),
-    BadInput(
-        "do_dtype", cast("do", torch.float32), TypeError, "do: expected q's dtype bfloat16, got float32", backward=True
-    ),
+    BadInput("A_device", elsewhere("A"), ValueError, "A: expected q's device cpu, got meta", backward=True, cpu_only=True),
+    BadInput("do_list", put("do", [1.0]), TypeError, "do: expected a torch.Tensor, got list", backward=True, python_only=True),
+    BadInput("do_dtype", cast("do", torch.float32), TypeError, "do: expected q's dtype bfloat16, got float32", backward=True),
     BadInput(
         "do_shape",
         resize("do", B, T, H_V, K),

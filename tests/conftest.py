@@ -19,9 +19,7 @@ if importlib.util.find_spec("flash_qla") is None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "gpu: needs a GPU and a package with kernels; skipped, with the reason, elsewhere"
-    )
+    config.addinivalue_line("markers", "gpu: needs a GPU and a package with kernels; skipped, with the reason, elsewhere")
 
 
 def no_gpu_reason() -> str:

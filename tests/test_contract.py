@@ -147,9 +147,7 @@ def _with(arguments: Arguments, **changes: Any) -> Arguments:
 def legal_calls() -> dict[str, Arguments]:
     dense, packed = good_forward(), good_forward(packed=True)
     empty = {name: x[:, :0] if name in ("q", "k", "v", "g", "beta") else x for name, x in dense.items()}
-    column = {
-        name: x[..., :1].expand(*x.shape[:-1], 2)[..., :1] for name, x in dense.items() if name in ("q", "k", "v")
-    }
+    column = {name: x[..., :1].expand(*x.shape[:-1], 2)[..., :1] for name, x in dense.items() if name in ("q", "k", "v")}
     return {
         "scale 0.0": _with(dense, scale=0.0),
         "integer scale": _with(dense, scale=1),
@@ -266,9 +264,7 @@ def test_gpu_op_and_function(row: BadInput) -> None:
 
 @pytest.mark.gpu
 def test_gpu_unbuilt_configuration() -> None:
-    with pytest.raises(
-        ValueError, match=r"got K=16 V=24 bfloat16; FLASH_QLA_CONFIGS chooses what `pip install \.` builds"
-    ):
+    with pytest.raises(ValueError, match=r"got K=16 V=24 bfloat16; FLASH_QLA_CONFIGS chooses what `pip install \.` builds"):
         flash_qla.chunk_gated_delta_rule(**good_forward("cuda"))
     with pytest.raises(RuntimeError, match="expected one of the built configurations"):
         torch.ops.flash_qla.chunk_gated_delta_rule(**good_forward("cuda"))

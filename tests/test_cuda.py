@@ -117,9 +117,7 @@ def test_every_element_is_written(case: Case) -> None:
     """Outputs take memory that was full of NaN just before; the poisoning itself is checked first."""
     inputs = make_inputs(case, device="cuda")
     poison([inputs.v.shape], "cuda")
-    assert bool(torch.empty_like(inputs.v, memory_format=torch.contiguous_format).isnan().any()), (
-        "the poison has no effect"
-    )
+    assert bool(torch.empty_like(inputs.v, memory_format=torch.contiguous_format).isnan().any()), "the poison has no effect"
     for _ in range(3):
         poison([inputs.v.shape, case.state_shape(), (*inputs.v.shape[:3], 64), inputs.g.shape], "cuda")
         o, final_state = chunk_gated_delta_rule(*inputs.tensors(), **inputs.options())

@@ -162,9 +162,7 @@ def test_backward_from_the_results(case: Case, gate: str, device: str) -> None:
 def test_backward_without_incoming_gradients() -> None:
     inputs = make_inputs(Case("dense", (70, 70), k=16, v=24), device="cpu")
     o, state = (
-        torch.randn_like(x)
-        for x in flash_qla.chunk_gated_delta_rule(*inputs.tensors(), **inputs.options())
-        if x is not None
+        torch.randn_like(x) for x in flash_qla.chunk_gated_delta_rule(*inputs.tensors(), **inputs.options()) if x is not None
     )
     options = {"initial_state": inputs.initial_state}
 

@@ -20,6 +20,7 @@ OPS_DEF = Path(__file__).resolve().parent.parent / "csrc" / "ops.def"
 def python(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
+        check=False,
         env={**os.environ, "PYTHONPATH": str(path)},
         cwd=path,
         capture_output=True,

@@ -117,7 +117,7 @@ def test_graph_replays_with_other_lengths() -> None:
 
 def test_thousands_of_sequences_and_a_long_one() -> None:
     """More sequences than the planner's kernel keeps lengths of, so that it reads some again."""
-    lengths = tuple(n % 3 for n in range(5000)) + (4000,)
+    lengths = (*(n % 3 for n in range(5000)), 4000)
     inputs = make_inputs(Case("many", lengths, packed=True, heads_k=1, heads_v=1, initial_state=None), device="cuda")
     o, final_state = call(inputs)
     whole, state = call(inputs, auto_cp=False)

@@ -130,7 +130,7 @@ def build_pass(cfg: Config, output: bool) -> Any:
         T.barrier_arrive(values_full[stage])
 
     # Where parts end, [slots, (N, M), heads_v, K, V]; a part that starts where another ended reads it by hand.
-    Ends = T.Tensor((1,), "uint8") if output else T.Tensor((slots, 2, heads_v, K, V), acc)
+    Ends: Any = T.Tensor((1,), "uint8") if output else T.Tensor((slots, 2, heads_v, K, V), acc)
 
     @T.prim_func
     def kernel(

@@ -67,9 +67,7 @@ class Outcome:
 def add_command(commands: Any) -> None:
     """Adds `check` to the command line."""
     parser = commands.add_parser("check", help="compare the forward pass on this machine with the float64 reference")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda if there is a device and there are kernels"
-    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a device and there are kernels")
     parser.add_argument("--dtype", choices=("bf16", "fp16", "both"), default="both")
     parser.set_defaults(run=run)
 
@@ -118,9 +116,7 @@ def _table(outcomes: list[Outcome]) -> Table:
         verdict = "[green]ok[/]" if outcome.good else "[red]WRONG[/]"
         if not outcome.outside_is_zero:
             verdict += " (rows outside sequences are not 0)"
-        table.add_row(
-            outcome.case.name, outcome.dtype, *(f"{outcome.errors[n]:.1e}" for n in ("o", "final_state")), verdict
-        )
+        table.add_row(outcome.case.name, outcome.dtype, *(f"{outcome.errors[n]:.1e}" for n in ("o", "final_state")), verdict)
     return table
 
 

@@ -25,9 +25,7 @@ def device_lines() -> list[str]:
     lines = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        lines.append(
-            f"cuda:{i} {p.name}, compute capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors"
-        )
+        lines.append(f"cuda:{i} {p.name}, compute capability {p.major}.{p.minor}, {p.multi_processor_count} multiprocessors")
     return lines
 
 
