@@ -58,4 +58,7 @@ FLASH_QLA_HOST_DEVICE inline int parts_of(int chunks, int limit) { return chunks
 // The candidates are limits of ceil(longest / k) chunks, k = 1 (no split) to kMostParts.
 constexpr int kMostParts = 64;
 
+// The table is made by one block, in time proportional to the sequences: about 10 us for this many. More fill the card anyway.
+constexpr int64_t kMostSplitSequences = 1024;
+
 }  // namespace flash_qla

@@ -50,7 +50,7 @@ int64_t state_rows_per_batch(int64_t tokens, int64_t sequences, bool varlen) {
 }
 
 int64_t split_slots(const ForwardProblem& problem) {
-  if (!problem.may_split || problem.train || problem.k != problem.v) return 0;
+  if (!problem.may_split || problem.train || problem.k != problem.v || problem.sequences > kMostSplitSequences) return 0;
   const float heads = static_cast<float>(problem.heads_v), card = static_cast<float>(problem.multiprocessors);
   // Dense batches have equal sequences. Packed ones may be one long sequence and N - 1 empty ones.
   const int64_t count = problem.varlen ? 1 : problem.sequences;

@@ -74,6 +74,7 @@ def test_few_heads_and_long_sequences_are_split(planner, heads_v, tokens, varlen
         dict(heads_v=32, batch=8, sequences=8, tokens=4096),
         dict(heads_v=8, tokens=32768, may_split=False),
         dict(heads_v=8, tokens=32768, train=True),
+        dict(heads_v=1, tokens=32768, varlen=True, sequences=1025),
     ],
 )
 def test_no_split_where_it_cannot_pay(planner, changes):
