@@ -17,7 +17,7 @@ def _state(args: ForwardArgs, asked: bool) -> Tensor:
 
 
 @torch.library.register_fake("flash_qla::chunk_gated_delta_rule")
-def _(
+def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -40,7 +40,7 @@ def _(
 
 
 @torch.library.register_fake("flash_qla::chunk_gated_delta_rule_fwd")
-def _(
+def chunk_gated_delta_rule_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,7 +75,7 @@ def _(
 
 
 @torch.library.register_fake("flash_qla::chunk_gated_delta_rule_bwd")
-def _(
+def chunk_gated_delta_rule_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
