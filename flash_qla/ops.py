@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._autograd import is_recorded, recorded_rule
 from ._checks import BackwardArgs, ForwardArgs, check_backward, check_forward, check_offsets
 from ._library import head_configs
 
@@ -99,7 +100,7 @@ def chunk_gated_delta_rule(
         NotImplementedError: a backward pass on CUDA, and this package has no backward kernels.
     """
     o, final_state = _call(
-        _RULE,
+        recorded_rule if is_recorded(q, k, v, g, beta, initial_state) else _RULE,
         lambda: _check_call(
             ForwardArgs(q, k, v, g, beta, scale, initial_state, cu_seqlens, head_first, state_v_first, gate_domain)
         ),

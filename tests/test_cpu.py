@@ -1,5 +1,8 @@
 """The CPU implementation against tighter limits than every device has: it computes in fp32, only rounding may show."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from test_gdr import DEVELOP, VARLEN, forward_errors, gradient_errors
@@ -96,3 +99,24 @@ def test_a_long_carried_state() -> None:
     inputs = make_inputs(Case("long", (3000,), heads_k=1, heads_v=1, k=16, v=16, gates="zero"))
     errors = forward_errors(inputs, "cpu")
     assert errors["o"] <= ROUNDING[torch.bfloat16] and errors["final_state"] <= FP32
+
+
+def test_function_and_op_record_the_same_gradients() -> None:
+    """The function records a node of its own, the op one of torch.library's."""
+    inputs = make_inputs(Case("ways", (70, 5), packed=True, heads_k=1, heads_v=2, k=8, v=8)).with_grad()
+    leaves = [*inputs.tensors(), inputs.initial_state]
+
+    def gradients(rule: Callable[..., Any]) -> list[torch.Tensor]:
+        outputs = rule(*inputs.tensors(), **inputs.options())
+        return list(torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs]))
+
+    for a, b in zip(
+        gradients(flash_qla.chunk_gated_delta_rule), gradients(torch.ops.flash_qla.chunk_gated_delta_rule), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_no_gradients_are_recorded_without_need() -> None:
+    inputs = make_inputs(Case("none", (9,), k=8, v=8)).with_grad()
+    with torch.no_grad():
+        assert not flash_qla.chunk_gated_delta_rule(*inputs.tensors(), **inputs.options())[0].requires_grad
