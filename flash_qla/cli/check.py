@@ -46,6 +46,8 @@ CASES = (
     Case("linear gates with zeros", (150,), gate_domain="linear", gate_dtype=torch.bfloat16, beta_dtype=torch.bfloat16),
     Case("q, k, v sliced from one projection", (77, 77), layout="projection"),
     Case("odd strides, scale 0.5", (65, 66), packed=True, layout="odd", scale=0.5),
+    # Long and of few heads: a GPU splits it over its multiprocessors.
+    Case("a long sequence among short ones", (30, 2500, 64), packed=True, heads_k=1, heads_v=2),
 )
 
 
